@@ -1,0 +1,1 @@
+"""Stageline: pipeline-parallel training, with every schedule as data."""

@@ -1,0 +1,121 @@
+"""What a stage costs in time and memory: plain numbers, the same for every stage or one per stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from stageline.errors import CostsError
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A one-way connection between two ranks: a fixed latency, then bytes over bandwidth.
+
+    Messages on one link follow each other: the bytes of the second wait for those of the first.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < math.inf:
+            raise CostsError(f"latency is {self.latency}, but a link needs a finite one >= 0")
+        if not self.bandwidth > 0:
+            raise CostsError(f"bandwidth is {self.bandwidth}, but a link needs more than 0")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times and bytes of the stages of a pipeline, for one micro-batch.
+
+    Each is a number, or one number per stage, in any unit that suits you. What `stage` writes travels
+    to the next rank, and its gradient back, in `transfer[stage]` plus what the link takes.
+
+    >>> costs = Costs(forward=[1.0, 1.5], input_grad=2.0)
+    >>> costs.per_stage("forward", 2), costs.per_stage("input_grad", 2)
+    ((1.0, 1.5), (2.0, 2.0))
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    transfer: PerStage = 0.0
+
+    activation: PerStage = 1.0  # held from the start of F to the end of I (or B)
+    retained: PerStage | None = None  # the part of it still held until the end of W; all of it by default
+
+    recompute: PerStage = 0.0  # time to run the forward again, in front of I or B
+    working_set: PerStage = 0.0  # held only while I or B runs: what recomputation brings back
+
+    parameters: PerStage = 0.0
+    gradients: PerStage = 0.0
+    optimizer_state: PerStage = 0.0
+
+    message: PerStage = 0.0  # bytes that a stage sends on
+    links: Link | Mapping[tuple[int, int], Link] = field(default_factory=Link)  # all, or by (from, to) rank
+    reduce: PerStage = 0.0  # time of a stage's gradient reduction over replicas
+    step: PerStage = 0.0  # time of a stage's optimizer step
+
+    def __post_init__(self) -> None:
+        if self.retained is None:
+            object.__setattr__(self, "retained", self.activation)
+        for name in PER_STAGE:
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        self._check_lengths()
+        self._check_retained()
+
+    def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
+        """The values of one field, spelled out for every stage."""
+        value: float | tuple[float, ...] = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * num_stages
+        if len(value) != num_stages:
+            raise CostsError(
+                f"{name} has {len(value)} values, but the schedule has {num_stages} stages: "
+                f"give one number, or {num_stages}"
+            )
+        return value
+
+    def link(self, source: int, target: int) -> Link:
+        """The link from one rank to another; a rank reaches itself for nothing."""
+        if isinstance(self.links, Link):
+            return self.links if source != target else Link()
+        return self.links.get((source, target), Link())
+
+    def _check_lengths(self) -> None:
+        lengths = {name: len(value) for name in PER_STAGE if isinstance(value := getattr(self, name), tuple)}
+        if len(set(lengths.values())) > 1:
+            seen = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise CostsError(f"lengths differ ({seen}), but every list needs one value per stage")
+
+    def _check_retained(self) -> None:
+        length = max((len(v) for v in (self.activation, self.retained) if isinstance(v, tuple)), default=1)
+        pairs = zip(self.per_stage("retained", length), self.per_stage("activation", length), strict=True)
+        for stage, (retained, activation) in enumerate(pairs):
+            if retained > activation:
+                raise CostsError(
+                    f"retained is {retained} on stage {stage}, but it is the part of activation ({activation}) "
+                    "that W still needs: give at most that"
+                )
+
+
+PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
+
+
+def _numbers(name: str, value: object) -> float | tuple[float, ...]:
+    """A float, or a tuple of them; anything negative, infinite or not a number is refused."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_number(f"{name}[{stage}]", item) for stage, item in enumerate(value))
+    return _number(name, value)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CostsError(f"{name} is {value!r}, but a cost is a number >= 0")
+    if not 0 <= value < math.inf:
+        raise CostsError(f"{name} is {value}, but a cost is a finite number >= 0")
+    return float(value)

@@ -1,0 +1,20 @@
+"""Every exception that Stageline raises on purpose.
+
+    StagelineError
+    ├── ScheduleError (ValueError)   a schedule or program that breaks a rule, or sizes that no schedule fits
+    └── CostsError (ValueError)      costs that are negative, missing, or of the wrong length
+
+A message says what was seen, what was expected and what to do, in that order.
+"""
+
+
+class StagelineError(Exception):
+    """The root: `except StagelineError` catches everything that Stageline raises on purpose."""
+
+
+class ScheduleError(StagelineError, ValueError):
+    """A schedule that cannot be built, read or run."""
+
+
+class CostsError(StagelineError, ValueError):
+    """Costs that make no sense for the schedule they are used with."""

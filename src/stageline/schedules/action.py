@@ -1,0 +1,49 @@
+"""One thing that a rank does: `2F0` is stage 2, forward, micro-batch 0."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """The letters of torch.distributed.pipelining, so that its CSV files and ours interchange."""
+
+    F = "F"  # forward
+    I = "I"  # noqa: E741  gradient of the input: the letter that torch prints
+    W = "W"  # gradient of the weights
+    B = "B"  # both gradients at once
+    SEND_F = "SEND_F"  # a value, to the stage that reads it
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"  # its gradient, back to the stage that wrote it
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"  # sum a stage's gradients over its replicas
+    STEP = "STEP"  # the optimizer, on a stage's parameters
+
+
+COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+WHOLE_BATCH = -1  # the micro-batch of what is done once for all of them: REDUCE_GRAD and STEP
+NO_PEER = -1
+
+
+class Action(NamedTuple):
+    """A stage, what is done there, and for which micro-batch.
+
+    >>> print(Action(2, Kind.F, 0), Action(1, Kind.SEND_F, 3, peer=2), Action(0, Kind.SEND_F, 3, peer=2))
+    2F0 1SEND_F3 0SEND_F3>2
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int = WHOLE_BATCH
+    peer: int = NO_PEER  # the stage at the other end, for sends and receives
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch == WHOLE_BATCH else str(self.microbatch)
+        far = self.peer not in (NO_PEER, neighbour(self.stage, self.kind))
+        return f"{self.stage}{self.kind.value}{microbatch}" + (f">{self.peer}" if far else "")
+
+
+def neighbour(stage: int, kind: Kind) -> int:
+    """The peer that goes without saying: torch's files name none, because theirs are always neighbours."""
+    return stage + 1 if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
