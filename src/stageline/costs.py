@@ -46,7 +46,9 @@ class Costs:
     transfer: PerStage = 0.0
 
     activation: PerStage = 1.0  # held from the start of F to the end of I (or B)
-    retained: PerStage | None = None  # the part of it still held until the end of W; all of it by default
+    retained: PerStage | None = (
+        None  # the part of it still held until the end of W; all of it by default
+    )
 
     recompute: PerStage = 0.0  # time to run the forward again, in front of I or B
     working_set: PerStage = 0.0  # held only while I or B runs: what recomputation brings back
@@ -56,7 +58,9 @@ class Costs:
     optimizer_state: PerStage = 0.0
 
     message: PerStage = 0.0  # bytes that a stage sends on
-    links: Link | Mapping[tuple[int, int], Link] = field(default_factory=Link)  # all, or by (from, to) rank
+    links: Link | Mapping[tuple[int, int], Link] = field(
+        default_factory=Link
+    )  # all, or by (from, to) rank
     reduce: PerStage = 0.0  # time of a stage's gradient reduction over replicas
     step: PerStage = 0.0  # time of a stage's optimizer step
 
@@ -87,14 +91,22 @@ class Costs:
         return self.links.get((source, target), Link())
 
     def _check_lengths(self) -> None:
-        lengths = {name: len(value) for name in PER_STAGE if isinstance(value := getattr(self, name), tuple)}
+        lengths = {
+            name: len(value)
+            for name in PER_STAGE
+            if isinstance(value := getattr(self, name), tuple)
+        }
         if len(set(lengths.values())) > 1:
             seen = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise CostsError(f"lengths differ ({seen}), but every list needs one value per stage")
 
     def _check_retained(self) -> None:
-        length = max((len(v) for v in (self.activation, self.retained) if isinstance(v, tuple)), default=1)
-        pairs = zip(self.per_stage("retained", length), self.per_stage("activation", length), strict=True)
+        length = max(
+            (len(v) for v in (self.activation, self.retained) if isinstance(v, tuple)), default=1
+        )
+        pairs = zip(
+            self.per_stage("retained", length), self.per_stage("activation", length), strict=True
+        )
         for stage, (retained, activation) in enumerate(pairs):
             if retained > activation:
                 raise CostsError(

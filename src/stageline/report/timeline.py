@@ -21,12 +21,11 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One message between two ranks: `action` made it, `reader` is what it is for."""
+    """One message between two ranks, as its send: `send.stage` made it, `send.peer` reads it."""
 
     source: int
     target: int
-    action: Action
-    reader: Action
+    send: Action
     start: float
     end: float
 
@@ -98,3 +97,15 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """The most that each rank holds, with parameters, gradients, optimizer state and working sets."""
         return tuple(max((level.total for level in row), default=0.0) for row in self.memory)
+
+    def save(self, path: str | Path) -> None:
+        """Draw it as the suffix says: .svg, .html, or .json for ui.perfetto.dev."""
+        from stageline.report.files import save  # noqa: PLC0415  a Timeline need not know how to draw
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        """A row for each rank; as wide as the terminal, if it is printed to one."""
+        from stageline.report.text import plain, terminal_width  # noqa: PLC0415  as above
+
+        return plain(self, terminal_width())

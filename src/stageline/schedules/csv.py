@@ -13,7 +13,9 @@ from stageline.schedules.action import COMPUTE, NO_PEER, WHOLE_BATCH, Action, Ki
 
 # At most six digits: a stage number beyond a million is a broken file, and would cost gigabytes to check.
 ACTION = re.compile(r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?", re.ASCII)
-OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch's pair of actions that may run side by side
+OVERLAPPED = re.compile(
+    r"\(([^()]*)\)OVERLAP_F_B"
+)  # torch's pair of actions that may run side by side
 SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions: not part of an order of compute
 ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 
@@ -23,7 +25,9 @@ def read(path: Path) -> list[list[Action]]:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"byte {error.start} of {path} is not text, but a schedule is a CSV file") from error
+        raise ScheduleError(
+            f"byte {error.start} of {path} is not text, but a schedule is a CSV file"
+        ) from error
 
 
 def parse(text: str) -> list[list[Action]]:
@@ -56,15 +60,27 @@ def _parse_action(cell: str, rank: int, column: int) -> Action | None:
     if match and match[2] in SHARDING:
         return None
     if not match or match[2] not in Kind.__members__:
-        raise ScheduleError(f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0, 2I0, 2W0 or 2B0")
-    return _action(int(match[1]), Kind(match[2]), match[3], match[4], f"row {rank}, column {column} is {cell!r}")
+        raise ScheduleError(
+            f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0, 2I0, 2W0 or 2B0"
+        )
+    return _action(
+        int(match[1]),
+        Kind(match[2]),
+        match[3],
+        match[4],
+        f"row {rank}, column {column} is {cell!r}",
+    )
 
 
 def _action(stage: int, kind: Kind, microbatch: str | None, peer: str | None, seen: str) -> Action:
     if (microbatch is None) != (kind in ONCE):
-        raise ScheduleError(f"{seen}, but {kind.value} takes {'no' if kind in ONCE else 'a'} micro-batch")
+        raise ScheduleError(
+            f"{seen}, but {kind.value} takes {'no' if kind in ONCE else 'a'} micro-batch"
+        )
     if kind in COMPUTE or kind in ONCE:
         if peer is not None:
             raise ScheduleError(f"{seen}, but only sends and receives have a peer")
         return Action(stage, kind, WHOLE_BATCH if microbatch is None else int(microbatch), NO_PEER)
-    return Action(stage, kind, int(microbatch or 0), neighbour(stage, kind) if peer is None else int(peer))
+    return Action(
+        stage, kind, int(microbatch or 0), neighbour(stage, kind) if peer is None else int(peer)
+    )

@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from stageline.schedules.action import Action, Kind
+from stageline.schedules.edges import Edge
 
-Edge = tuple[int, int]  # a value: the stage that writes it, the stage that reads it
-Waits = Sequence[tuple[tuple[int, float], ...]]  # for each task, (task that must end first, delay after its end)
+Waits = Sequence[
+    tuple[tuple[int, float], ...]
+]  # for each task, (task that must end first, delay after its end)
 NEVER = -1.0  # the end of a task that has not run
-
-
-def chain(num_stages: int) -> tuple[Edge, ...]:
-    """Every stage reads what the one before it wrote."""
-    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
 class Numbering(NamedTuple):
@@ -43,7 +40,9 @@ class Numbering(NamedTuple):
 PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 
 
-def waits_of(numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]) -> Waits:
+def waits_of(
+    numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
+) -> Waits:
     """F waits for the values it reads, I for the gradients of what its stage wrote, W for its own I."""
     sources: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
     readers: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
@@ -61,11 +60,16 @@ def waits_of(numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, 
     return waits
 
 
-def _rows(numbering: Numbering, firsts: list[tuple[int, float]]) -> list[tuple[tuple[int, float], ...]]:
+def _rows(
+    numbering: Numbering, firsts: list[tuple[int, float]]
+) -> list[tuple[tuple[int, float], ...]]:
     if len(firsts) == 1:
         ((first, time),) = firsts
         return [((first + i, time),) for i in range(numbering.num_microbatches)]
-    return [tuple((first + i, time) for first, time in firsts) for i in range(numbering.num_microbatches)]
+    return [
+        tuple((first + i, time) for first, time in firsts)
+        for i in range(numbering.num_microbatches)
+    ]
 
 
 class Run(NamedTuple):

@@ -66,10 +66,19 @@ class Schedule:
 
 def _placement(actions: Rows) -> Placement:
     """A stage lives where its forwards run: a file does not say it otherwise."""
-    homes = {a.stage: rank for rank, row in reversed(list(enumerate(actions))) for a in row if a.kind is Kind.F}
+    homes = {
+        a.stage: rank
+        for rank, row in reversed(list(enumerate(actions)))
+        for a in row
+        if a.kind is Kind.F
+    }
     missing = [str(stage) for stage in range(max(homes, default=-1) + 1) if stage not in homes]
     if not homes:
-        raise ScheduleError("no forward in any row, but every stage of a schedule needs one: is this a schedule?")
+        raise ScheduleError(
+            "no forward in any row, but every stage of a schedule needs one: is this a schedule?"
+        )
     if missing:
-        raise ScheduleError(f"no forward of stage {', '.join(missing[:8])}, but a stage after it has one: add it")
+        raise ScheduleError(
+            f"no forward of stage {', '.join(missing[:8])}, but a stage after it has one: add it"
+        )
     return tuple(homes[stage] for stage in range(len(homes)))

@@ -2,42 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from stageline.costs import Costs
-from stageline.report.timeline import Span, Timeline
-from stageline.schedules.action import Kind
-from stageline.schedules.precedence import Numbering, chain, run_lanes, waits_of
+from stageline.report.timeline import Level, Span, Timeline, Transfer
+from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.bounds import Bounds, lower_bounds
+from stageline.schedules.check import check
+from stageline.schedules.edges import chain
+from stageline.schedules.lower import lower
+from stageline.schedules.precedence import Numbering, Run, run_lanes, waits_of
+from stageline.schedules.program import TWIN, Program, Tasks, program_tasks
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.times import Times
 from stageline.simulation.memory import memory_curves
 
+Spans = tuple[tuple[Span, ...], ...]
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+
+def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
+    """When each action would run if everything took just what `costs` say: 1 each, by default.
+
+    A schedule runs as its program does: a message leaves as soon as it is made, beside what the
+    rank computes next.
+
+    >>> from stageline.schedules.build import build_schedule
+    >>> timeline = simulate(build_schedule("gpipe", num_ranks=4, num_microbatches=4))
+    >>> timeline.makespan, timeline.step_bubble
+    (21.0, 0.4285714285714286)
+    """
     costs = costs or Costs()
+    check(work)
+    if isinstance(work, Schedule) and any(costs.per_stage("message", work.num_stages)):
+        work = lower(work)  # messages that queue for a link have to be written out
+    times = Times(costs, work.placement)
+    if isinstance(work, Program):
+        spans, transfers = _run_program(work, times)
+    else:
+        spans, transfers = _run_schedule(work, times)
+    memory = memory_curves(spans, work.placement, costs)
+    bounds = _bounds(work, costs, memory)
+    return Timeline(spans, work.placement, memory, transfers, work.name, *bounds)
+
+
+def _run_schedule(schedule: Schedule, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
     numbering = Numbering(schedule.num_stages, schedule.num_microbatches)
     lanes = [numbering.lane(row) for row in schedule.actions]
-    transfer = costs.per_stage("transfer", schedule.num_stages)
-    home = schedule.placement
+    durations = [0.0] * numbering.num_tasks
+    for row, lane in zip(schedule.actions, lanes, strict=True):
+        for (stage, kind, _, _), task in zip(row, lane, strict=True):
+            durations[task] = times.durations[kind][stage]
+    run = run_lanes(lanes, durations, waits_of(numbering, chain(schedule.num_stages), times.latency))
+    return _spans(schedule.actions, lanes, run), tuple(_transfers(schedule, numbering, times, run))
 
-    def delay(writer: int, reader: int) -> float:
-        far = home[writer] != home[reader]
-        return transfer[writer] + costs.link(home[writer], home[reader]).latency if far else 0.0
 
-    run = run_lanes(lanes, _durations(schedule, costs, numbering), waits_of(numbering, chain(len(home)), delay))
-    spans = tuple(
-        tuple(Span(action, run.starts[task], run.ends[task]) for action, task in zip(row, lane, strict=True))
-        for row, lane in zip(schedule.actions, lanes, strict=True)
+def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: Run) -> Spans:
+    starts, ends = run.starts, run.ends
+    return tuple(
+        tuple([Span(a, starts[task], ends[task]) for a, task in zip(row, lane, strict=True)])
+        for row, lane in zip(rows, lanes, strict=False)
     )
-    return Timeline(spans, home, memory_curves(spans, home, costs), name=schedule.name)
 
 
-def _durations(schedule: Schedule, costs: Costs, numbering: Numbering) -> list[float]:
-    fields = ("forward", "input_grad", "weight_grad", "recompute")
-    forward, input_grad, weight_grad, recompute = (costs.per_stage(f, schedule.num_stages) for f in fields)
-    size = numbering.num_microbatches
-    durations = [time for time in forward for _ in range(size)]
-    durations += [a + b for a, b in zip(input_grad, recompute, strict=True) for _ in range(size)]
-    durations += [time for time in weight_grad for _ in range(size)]
-    for row in schedule.actions:
-        for stage, kind, microbatch, _ in row:
-            if kind is Kind.B:
-                durations[numbering.row(Kind.B, stage) + microbatch] += weight_grad[stage]
+def _transfers(
+    schedule: Schedule, numbering: Numbering, times: Times, run: Run
+) -> Iterator[Transfer]:
+    for below, above in chain(schedule.num_stages):
+        for kind, source, target in ((Kind.F, below, above), (Kind.I, above, below)):
+            send, home = (Kind.SEND_F if kind is Kind.F else Kind.SEND_B), schedule.placement
+            if home[source] != home[target]:
+                first, latency = numbering.row(kind, source), times.latency(source, target)
+                for i, end in enumerate(run.ends[first : first + numbering.num_microbatches]):
+                    message = Action(source, send, i, target)
+                    yield Transfer(home[source], home[target], message, end, end + latency)
+
+
+def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
+    tasks = program_tasks(program, lambda send: times.latency(send.stage, send.peer))
+    run = run_lanes(tasks.lanes, _program_durations(program, tasks, times), tasks.waits)
+    kept = COMPUTE | {Kind.STEP} if times.ends_with_a_step else COMPUTE
+    rows = tuple(tuple(a for a in row if a.kind in kept) for row in program.actions)
+    lanes = [[tasks.numbers[action] for action in row] for row in rows]
+    return _spans(rows, lanes, run), tuple(_messages(program, tasks, times, run))
+
+
+def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterator[Transfer]:
+    home = program.placement
+    for send, task in tasks.background.items():
+        if send.kind in TWIN:
+            arrival = run.ends[task] + times.latency(send.stage, send.peer)
+            source, target = home[send.stage], home[send.peer]
+            yield Transfer(source, target, send, run.starts[task], arrival)
+
+
+
+def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
+    durations = [0.0] * len(tasks.waits)
+    for row in program.actions:
+        for action in row:
+            durations[tasks.numbers[action]] = times.durations[action.kind][action.stage]
+    for action, number in tasks.background.items():
+        if action.kind in TWIN:
+            durations[number] = times.on_the_link(action.stage, action.peer)
+        else:
+            durations[number] = times.reduction(action.stage)
     return durations
+
+
+def _bounds(work: Schedule | Program, costs: Costs, memory: tuple[tuple[Level, ...], ...]) -> Bounds:
+    """Bounds hold where every stage reads from the one before it; more edges only add waiting."""
+    schedule = work.schedule if isinstance(work, Program) else work
+    if isinstance(work, Program) and not {*chain(schedule.num_stages)} <= {*work.edges}:
+        return Bounds(0.0, 0.0)
+    limits = [max(level.activations for level in row) for row in memory]
+    return lower_bounds(schedule.placement, schedule.num_microbatches, costs, limits)

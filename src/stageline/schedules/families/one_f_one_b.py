@@ -1,8 +1,9 @@
 """1F1B (PipeDream-Flush, arXiv 2006.09503): warm up, then alternate one forward with one backward.
 
-    rank 0 │ F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
-    rank 1 │ .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3
-    rank 2 │ .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3               p = 3, m = 4
+rank 0 │ F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
+rank 1 │ .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3
+rank 2 │ .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+         p = 3, m = 4
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _row(stage: int, num_warmup: int, num_microbatches: int) -> Iterator[Action]:
-    """Forwards run `num_warmup` ahead of backwards, as long as there are any left to run ahead with."""
+    """Forwards run `num_warmup` ahead of backwards, as long as there are any left to do so."""
     ahead = min(num_warmup, num_microbatches)
     for i in range(num_microbatches + ahead):
         if i < num_microbatches:

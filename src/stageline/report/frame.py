@@ -1,0 +1,117 @@
+"""Where everything stands in the SVG picture: sizes that suit 2 ranks as well as 200."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from stageline.report.timeline import Timeline
+
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 64.0, 92.0, 40.0
+MIN_WIDTH, MAX_WIDTH = 720.0, 1600.0  # of the lanes
+MIN_PITCH, MAX_PITCH = 12.0, 58.0  # from one rank to the next
+LANES_HEIGHT = 1000.0  # shared by the ranks, within the limits of the pitch
+USUAL_ACTION = 26.0  # the width of an action where there is room
+MAX_FONT = 12.0
+DIGIT = 0.58  # the width of a digit, in font sizes
+
+
+class Frame(NamedTuple):
+    """Pixels: of a unit of time, a rank's lane, the memory under it, and both with the gap."""
+
+    scale: float
+    lane: float
+    memory: float
+    pitch: float
+    lanes_width: float
+    num_ranks: int
+    usual_width: float  # of an action
+    font: float  # of the labels inside the lanes
+    min_font: float  # there are none if theirs would be smaller
+    most_held: float  # the memory that is drawn at full height
+
+    @property
+    def width(self) -> float:
+        return LEFT + self.lanes_width + RIGHT
+
+    @property
+    def height(self) -> float:
+        return TOP + self.num_ranks * self.pitch + BOTTOM
+
+    @property
+    def memory_top(self) -> float:
+        """From the top of a rank's lane, to let its curve begin a little below."""
+        return self.lane + 0.08 * self.pitch
+
+    @property
+    def edge(self) -> float:
+        """Between neighbouring actions, white."""
+        return min(0.8, 0.06 * self.usual_width)
+
+    @property
+    def dot(self) -> float:
+        return min(2.2, 0.05 * self.pitch)
+
+    def x(self, time: float) -> float:
+        """From the left end of the lanes."""
+        return time * self.scale
+
+    def y(self, held: float) -> float:
+        """From the top of a rank's memory."""
+        return self.memory * (1 - held / self.most_held) if self.most_held else self.memory
+
+    def fits(self, label: str, duration: float) -> bool:
+        return self.font >= self.min_font and len(label) * DIGIT * self.font < self.x(duration)
+
+
+def frame_of(timeline: Timeline, min_font: float) -> Frame:
+    usual = _usual_duration(timeline)
+    width = _within(MIN_WIDTH, USUAL_ACTION * timeline.makespan / usual, MAX_WIDTH)
+    scale = width / timeline.makespan if timeline.makespan else 0.0
+    pitch = _within(MIN_PITCH, LANES_HEIGHT / max(timeline.num_ranks, 1), MAX_PITCH)
+    lane, memory, gap = 0.48 * pitch, 0.3 * pitch, 0.22 * pitch
+    if not any(timeline.memory):
+        memory = 0.0
+    return Frame(
+        scale,
+        lane,
+        memory,
+        lane + memory + gap,
+        width,
+        timeline.num_ranks,
+        usual_width=scale * usual,
+        font=min(MAX_FONT, 0.65 * lane, 0.8 * scale * usual / (DIGIT * _num_digits(timeline))),
+        min_font=min_font,
+        most_held=max(timeline.peak_memory, default=0.0),
+    )
+
+
+def ticks(makespan: float, num_ticks: int = 12) -> list[float]:
+    """Round times, about `num_ticks` of them.
+
+    >>> ticks(33.0)
+    [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if not makespan:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(makespan / num_ticks))
+    step = next(power * i for i in (1, 2, 5, 10) if power * i * num_ticks >= makespan)
+    return [i * step for i in range(int(makespan / step + 1e-9) + 1)]
+
+
+def _usual_duration(timeline: Timeline) -> float:
+    """That of a short action, but not the shortest: a quarter are shorter."""
+    durations = sorted(
+        end - start for row in timeline.spans for _, start, end in row if end > start
+    )
+    return durations[len(durations) // 4] if durations else 1.0
+
+
+def _num_digits(timeline: Timeline) -> int:
+    return max(
+        (len(str(span.action.microbatch)) for row in timeline.spans for span in row), default=1
+    )
+
+
+def _within(low: float, value: float, high: float) -> float:
+    return min(max(low, value), high)

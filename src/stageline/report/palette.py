@@ -1,0 +1,94 @@
+"""Colours and names of what a rank does: the same in the terminal, the SVG and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from stageline.report.timeline import Timeline
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.placement import Placement
+
+# Okabe and Ito's palette: distinct for every common form of colour blindness.
+COLOURS = {Kind.F: "#0072B2", Kind.I: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
+OTHER_COLOUR = "#999999"
+BLACK, WHITE = "#000000", "#FFFFFF"
+LIGHTEST = 0.6  # how far the last chunk of a rank is mixed with white
+
+NAMES = {
+    Kind.F: "forward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.B: "backward",
+    Kind.REDUCE_GRAD: "gradient reduction",
+    Kind.STEP: "optimizer step",
+    Kind.SEND_F: "send of a value",
+    Kind.RECV_F: "receipt of a value",
+    Kind.SEND_B: "send of a gradient",
+    Kind.RECV_B: "receipt of a gradient",
+}
+LETTERS = {
+    Kind.REDUCE_GRAD: "R",
+    Kind.STEP: "S",
+    Kind.SEND_F: ">",
+    Kind.RECV_F: "<",
+    Kind.SEND_B: ">",
+    Kind.RECV_B: "<",
+}
+
+Paint = Callable[[Action], str]
+Rgb = tuple[float, float, float]
+
+
+def letter(kind: Kind) -> str:
+    return LETTERS.get(kind, kind.value)
+
+
+def kinds(timeline: Timeline) -> tuple[Kind, ...]:
+    """What a timeline shows, in the order of `Kind`."""
+    seen = {span.action.kind for row in timeline.spans for span in row}
+    return tuple(kind for kind in Kind if kind in seen)
+
+
+def chunks(placement: Placement) -> tuple[int, ...]:
+    """For each stage, how many earlier stages its rank holds.
+
+    >>> chunks((0, 1, 1, 0))
+    (0, 0, 1, 1)
+    """
+    return tuple(placement[:stage].count(rank) for stage, rank in enumerate(placement))
+
+
+def num_chunks(placement: Placement) -> int:
+    return 1 + max(chunks(placement), default=0)
+
+
+def painter(timeline: Timeline) -> Paint:
+    """The colour of every action of a timeline."""
+    chunk_of = chunks(timeline.placement)
+    total = num_chunks(timeline.placement)
+    shade_of = cache(lambda kind, stage: shade(kind, chunk_of[stage], total))
+    return lambda action: shade_of(action.kind, action.stage)
+
+
+def shade(kind: Kind, chunk: int, total: int) -> str:
+    """Dark for the first chunk of a rank, light for its last: as Megatron draws them."""
+    lightness = LIGHTEST * chunk / (total - 1) if total > 1 else 0.0
+    return mix([(COLOURS.get(kind, OTHER_COLOUR), 1.0 - lightness), (WHITE, lightness)])
+
+
+def mix(parts: list[tuple[str, float]]) -> str:
+    """The average of colours, by weight."""
+    total = sum(weight for _, weight in parts)
+    sums = [sum(_rgb(colour)[i] * weight for colour, weight in parts) for i in range(3)]
+    return "#" + "".join(f"{round(channel / total):02X}" for channel in sums)
+
+
+def ink(background: str) -> str:
+    """Black or white, whichever reads better on it."""
+    red, green, blue = _rgb(background)
+    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else WHITE
+
+
+def _rgb(colour: str) -> Rgb:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,0 +1,68 @@
+"""The measures of a timeline in words, for the foot of every picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stageline.report.timeline import Timeline
+
+SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def heading(timeline: Timeline) -> str:
+    return ", ".join(part for part in (timeline.name, sizes(timeline)) if part)
+
+
+def sizes(timeline: Timeline) -> str:
+    microbatches = 1 + max(
+        (span.action.microbatch for row in timeline.spans for span in row), default=-1
+    )
+    return f"{_count(timeline.num_ranks, 'rank')}, {_count(microbatches, 'micro-batch')}"
+
+
+def measures(timeline: Timeline) -> Iterator[str]:
+    """Makespan, bubbles and peaks, each a phrase."""
+    yield f"makespan {number(timeline.makespan)}{_bound(timeline)}"
+    yield f"step bubble {percent(timeline.step_bubble)}"
+    yield f"span bubble {percent(timeline.span_bubble)}"
+    if any(timeline.memory):
+        yield f"peak activations {_peak(timeline.peak_activations)}"
+        if timeline.peak_memory != timeline.peak_activations:
+            yield f"peak memory {_peak(timeline.peak_memory)}"
+
+
+def number(value: float) -> str:
+    """At most four digits, and a suffix where more would be needed.
+
+    >>> number(33.0), number(0.12345), number(23_622_320_128)
+    ('33', '0.1235', '23.62G')
+    """
+    if abs(value) >= 9999.5:
+        for size, suffix in SUFFIXES:
+            if abs(value) >= size:
+                return f"{value / size:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _count(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural if count != 1 else ''}"
+
+
+def _bound(timeline: Timeline) -> str:
+    """What is proven of any order with this placement and memory, if anything."""
+    if not timeline.lower_bound:
+        return ""
+    is_least = timeline.makespan <= timeline.lower_bound * (1 + 1e-9)
+    return " (least for this memory)" if is_least else f" (at best {number(timeline.lower_bound)})"
+
+
+def _peak(peaks: tuple[float, ...]) -> str:
+    """The highest, and the rank that reaches it unless all of them do."""
+    highest = max(peaks)
+    where = "" if min(peaks) == highest else f" (rank {peaks.index(highest)})"
+    return number(highest) + where

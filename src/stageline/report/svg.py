@@ -1,0 +1,134 @@
+"""A timeline as an SVG picture: a lane for each rank, its memory beneath, and time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from stageline.report import palette
+from stageline.report.frame import BOTTOM, LEFT, TOP, Frame, frame_of, ticks
+from stageline.report.lanes import labels, memory_curve, outlines, px, rectangles
+from stageline.report.summary import measures, number, sizes
+from stageline.report.timeline import Timeline
+
+MAX_TOOLTIPS = 4000  # with more actions than this a lane is a few paths
+LETTER = 5.7  # the width of one in the legend
+SWATCH = 14
+LEGIBLE = 5.5  # a font size
+
+STYLE = """
+text{font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;fill:#222}
+.title{font-size:17px;font-weight:600}.light{font-weight:400;fill:#666}
+.small{font-size:12px;fill:#444}.axis{font-size:11px;fill:#666;text-anchor:middle}
+.rank{text-anchor:end}.peak{fill:#8A4472}.labels text{text-anchor:middle}.labels .white{fill:#FFF}
+.idle{fill:#EFEFEF}.grid{stroke:#DDD;fill:none}
+.held{fill:#CC79A7;fill-opacity:.28;stroke:#A6578A;stroke-width:.8}
+.grid,.held{vector-effect:non-scaling-stroke}.top{fill:#8A4472}
+"""
+
+
+def svg(timeline: Timeline, min_font: float = LEGIBLE) -> str:
+    """The picture; micro-batches are numbered unless that takes a font below `min_font`."""
+    frame = frame_of(timeline, min_font)
+    size = f'width="{px(frame.width)}" height="{px(frame.height)}"'
+    view = f'viewBox="0 0 {px(frame.width)} {px(frame.height)}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="stageline" {size} {view} role="img">',
+        f"<style>{STYLE}{_shades(timeline)}{_sizes(frame)}</style>",
+        '<rect width="100%" height="100%" fill="#FFF"/>',
+        *_header(timeline, frame),
+        *_axis(timeline, frame),
+        *_lanes(timeline, frame),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def xml(text: str) -> str:
+    """Safe between tags and in attributes; control characters have no place in XML at all."""
+    return escape("".join(character for character in text if character.isprintable()))
+
+
+def _shades(timeline: Timeline) -> str:
+    total = palette.num_chunks(timeline.placement)
+    return "".join(
+        f".{kind.value}{chunk}{{fill:{palette.shade(kind, chunk, total)}}}"
+        for kind in palette.kinds(timeline)
+        for chunk in range(total)
+    )
+
+
+def _sizes(frame: Frame) -> str:
+    return (
+        f"\n.labels{{font-size:{px(frame.font)}px}}"
+        f".actions{{stroke:#FFF;stroke-width:{px(frame.edge)}}}"
+        f".rank,.peak{{font-size:{px(min(12.0, 0.7 * frame.pitch))}px}}"
+    )
+
+
+def _header(timeline: Timeline, frame: Frame) -> Iterator[str]:
+    name, x = xml(timeline.name or "timeline"), px(LEFT)
+    yield (
+        f'<text class="title" x="{x}" y="28">{name}'
+        f'<tspan class="light" dx="12">{sizes(timeline)}</tspan></text>'
+    )
+    yield f'<text class="small" x="{x}" y="49">{" · ".join(measures(timeline))}</text>'
+    yield from _legend(timeline)
+    if frame.memory:
+        x, y = px(LEFT + frame.lanes_width + 10), px(TOP - 8)
+        yield f'<text class="peak" x="{x}" y="{y}">peak</text>'
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    x = LEFT
+    for classes, name in _legend_entries(timeline):
+        for css in classes:
+            yield f'<rect class="{css}" x="{px(x)}" y="61" width="{SWATCH}" height="12"/>'
+            x += SWATCH
+        yield f'<text class="small" x="{px(x + 6)}" y="71">{name}</text>'
+        x += 6 + LETTER * len(name) + 20
+
+
+def _legend_entries(timeline: Timeline) -> Iterator[tuple[list[str], str]]:
+    total = palette.num_chunks(timeline.placement)
+    for kind in palette.kinds(timeline):
+        yield [f"{kind.value}{chunk}" for chunk in range(total)], palette.NAMES[kind]
+    if total > 1:
+        yield [], "(light: later chunks of a rank)"
+    yield ["idle"], "idle"
+    if any(timeline.memory):
+        yield ["held"], "memory held"
+
+
+def _axis(timeline: Timeline, frame: Frame) -> Iterator[str]:
+    bottom, times = frame.height - BOTTOM, ticks(timeline.makespan)
+    lines = "".join(f"M{px(LEFT + frame.x(time))} {px(TOP)}V{px(bottom + 4)}" for time in times)
+    yield f'<path class="grid" d="{lines}"/>'
+    for time in times:
+        x = px(LEFT + frame.x(time))
+        yield f'<text class="axis" x="{x}" y="{px(bottom + 17)}">{number(time)}</text>'
+    middle = px(LEFT + frame.lanes_width / 2)
+    yield f'<text class="axis" x="{middle}" y="{px(bottom + 33)}">time</text>'
+
+
+def _lanes(timeline: Timeline, frame: Frame) -> Iterator[str]:
+    chunk_of, paint = palette.chunks(timeline.placement), palette.painter(timeline)
+    draw = rectangles if sum(map(len, timeline.spans)) <= MAX_TOOLTIPS else outlines
+    middle, baseline = px(frame.lane / 2), px(frame.lane / 2 + 0.35 * frame.font)
+    for rank, row in enumerate(timeline.spans):
+        yield f'<g class="lane" transform="translate({px(LEFT)} {px(TOP + rank * frame.pitch)})">'
+        yield f'<text class="rank" x="-10" y="{middle}" dy=".35em">rank {rank}</text>'
+        yield f'<rect class="idle" width="{px(frame.lanes_width)}" height="{px(frame.lane)}"/>'
+        yield from _group("actions", "", draw(row, chunk_of, frame))
+        yield from _group("labels", f"0 {baseline}", labels(row, frame, paint))
+        if frame.memory and timeline.memory[rank]:
+            curve = memory_curve(timeline.memory[rank], timeline.makespan, frame)
+            yield from _group("memory", f"0 {px(frame.memory_top)}", curve)
+        yield "</g>"
+
+
+def _group(css: str, shift: str, elements: Iterator[str]) -> Iterator[str]:
+    transform = f' transform="translate({shift})"' if shift else ""
+    yield f'<g class="{css}"{transform}>'
+    yield from elements
+    yield "</g>"

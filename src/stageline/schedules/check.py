@@ -1,0 +1,204 @@
+"""The rules that every schedule keeps, as a table, and the check that names the first one broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.grid import Cell
+from stageline.schedules.edges import chain
+from stageline.schedules.precedence import Numbering, run_lanes, waits_of
+from stageline.schedules.program import Program
+from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.rules import Offence, Rule, enforce, waiting_for_each_other
+from stageline.schedules.schedule import Schedule
+
+
+def check(work: Schedule | Program) -> None:
+    """Raise a `ScheduleError` that shows the first broken rule in the grid; return if none is.
+
+    A schedule has no sends; `lower` adds them such that what cannot deadlock with buffered sends
+    cannot with rendezvous sends. Checking the program proves both, wherever it comes from.
+
+    >>> check(Schedule.from_text("0F0 0B0", "1F0 1B0"))
+    >>> check(Schedule.from_text("0F0 0B0", "1B0 1F0"))
+    Traceback (most recent call last):
+    stageline.errors.ScheduleError: 1B0 comes before 1F0, which it needs: swap them
+    rank 0 │  0F0   0B0
+    rank 1 │ >1B0< >1F0<
+    """
+    if isinstance(work, Program):
+        check(work.schedule)
+        enforce(PROGRAM_RULES, ProgramFacts(work), work.actions)
+    else:
+        enforce(RULES, Facts(work), work.actions)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where everything stands; a place is the number stage × num_microbatches + micro-batch."""
+
+    schedule: Schedule
+
+    @cached_property
+    def cells(self) -> dict[Kind, dict[int, Cell]]:
+        """By kind and place, the last cell with that action."""
+        cells: dict[Kind, dict[int, Cell]] = {kind: {} for kind in Kind}
+        num_microbatches = self.schedule.num_microbatches
+        for rank, row in enumerate(self.schedule.actions):
+            for position, (stage, kind, microbatch, _) in enumerate(row):
+                cells[kind][stage * num_microbatches + microbatch] = (rank, position)
+        return cells
+
+    @property
+    def num_places(self) -> int:
+        return self.schedule.num_stages * self.schedule.num_microbatches
+
+    def all_cells(self) -> Iterator[tuple[Cell, Action]]:
+        for rank, row in enumerate(self.schedule.actions):
+            for position, action in enumerate(row):
+                yield (rank, position), action
+
+    def action(self, kind: Kind, place: int) -> Action:
+        stage, microbatch = divmod(place, self.schedule.num_microbatches)
+        return Action(stage, kind, microbatch)
+
+
+def not_compute(facts: Facts) -> Iterator[Offence]:
+    for cell, action in facts.all_cells():
+        if action.kind not in COMPUTE:
+            yield Offence([cell], {"action": action})
+
+
+def out_of_range(facts: Facts) -> Iterator[Offence]:
+    num_stages = facts.schedule.num_stages
+    for cell, action in facts.all_cells():
+        if not 0 <= action.stage < num_stages or action.microbatch < 0:
+            yield Offence([cell], {"action": action, "num_stages": num_stages})
+
+
+def without_stage(facts: Facts) -> Iterator[Offence]:
+    for rank in range(facts.schedule.num_ranks):
+        if rank not in facts.schedule.placement:
+            yield Offence([], {"rank": rank})
+
+
+def misplaced(facts: Facts) -> Iterator[Offence]:
+    placement = facts.schedule.placement
+    for cell, action in facts.all_cells():
+        if placement[action.stage] != cell[0]:
+            words = {"action": action, "rank": cell[0], "home": placement[action.stage]}
+            yield Offence([cell], words)
+
+
+def repeated(facts: Facts) -> Iterator[Offence]:
+    num_actions = sum(map(len, facts.schedule.actions))
+    if num_actions == sum(map(len, facts.cells.values())):
+        return
+    seen: dict[Action, Cell] = {}
+    for cell, action in facts.all_cells():
+        if seen.setdefault(action, cell) is not cell:
+            yield Offence([seen[action], cell], {"action": action})
+
+
+def whole_and_halves(facts: Facts) -> Iterator[Offence]:
+    for half in (Kind.I, Kind.W):
+        for place in facts.cells[Kind.B].keys() & facts.cells[half].keys():
+            cells = [facts.cells[kind][place] for kind in (Kind.B, half)]
+            words = {"whole": facts.action(Kind.B, place), "half": facts.action(half, place)}
+            yield Offence(cells, words)
+
+
+def missing(*kinds: Kind) -> Callable[[Facts], Iterator[Offence]]:
+    """Places where none of these kinds runs; at most one of them does, by the rule above."""
+
+    def find(facts: Facts) -> Iterator[Offence]:
+        tables = [facts.cells[kind] for kind in kinds]
+        if sum(map(len, tables)) == facts.num_places:
+            return
+        for place in range(facts.num_places):
+            if not any(place in table for table in tables):
+                yield _gap(facts, kinds[0], place)
+
+    return find
+
+
+def _gap(facts: Facts, kind: Kind, place: int) -> Offence:
+    """Marked is the last thing that does happen to the micro-batch on its stage."""
+    cells = [table[place] for table in facts.cells.values() if place in table]
+    words = {"action": facts.action(kind, place), "whole": facts.action(Kind.B, place)}
+    return Offence([max(cells)] if cells else [], words)
+
+
+def before(first: Kind, second: Kind) -> Callable[[Facts], Iterator[Offence]]:
+    """Places where the second runs although the first has not run."""
+
+    def find(facts: Facts) -> Iterator[Offence]:
+        needed = facts.cells[first]
+        for place, cell in facts.cells[second].items():
+            if needed[place] > cell:
+                words = {"early": facts.action(second, place), "late": facts.action(first, place)}
+                yield Offence([cell, needed[place]], words)
+
+    return find
+
+
+def deadlocked(facts: Facts) -> Iterator[Offence]:
+    schedule = facts.schedule
+    numbering = Numbering(schedule.num_stages, schedule.num_microbatches)
+    lanes = [numbering.lane(row) for row in schedule.actions]
+    waits = waits_of(numbering, chain(schedule.num_stages), lambda *_: 0.0)
+    run = run_lanes(lanes, [1.0] * numbering.num_tasks, waits)
+    yield from waiting_for_each_other(schedule.actions, lanes, waits, run)
+
+
+NEEDED = "{early} comes before {late}, which it needs: swap them"
+RULES = (
+    Rule(
+        "only compute",
+        not_compute,
+        "{action} is no compute action, but a schedule holds only F, I, W and B: leave it to lower()",
+    ),
+    Rule(
+        "known stages and micro-batches",
+        out_of_range,
+        "{action} is out of range, but stages run from 0 to {num_stages} - 1, micro-batches from 0",
+    ),
+    Rule(
+        "every rank holds a stage",
+        without_stage,
+        "rank {rank} holds no stage: place one there, or use fewer ranks",
+    ),
+    Rule(
+        "on its own rank",
+        misplaced,
+        "{action} stands on rank {rank}, but its stage is placed on rank {home}: move it there",
+    ),
+    Rule("once", repeated, "{action} runs more than once: keep one of them"),
+    Rule(
+        "whole or in halves",
+        whole_and_halves,
+        "{whole} and {half} both run, but B is I and W in one: keep B, or I with W",
+    ),
+    Rule("every forward", missing(Kind.F), "{action} is missing: add it"),
+    Rule(
+        "every gradient",
+        missing(Kind.I, Kind.B),
+        "{action} is missing, and so is {whole}: add one of them",
+    ),
+    Rule(
+        "activations are released",
+        missing(Kind.W, Kind.B),
+        "{action} is missing, so its activation is never released: add it",
+    ),
+    Rule("forward before its gradient", before(Kind.F, Kind.I), NEEDED),
+    Rule("forward before its backward", before(Kind.F, Kind.B), NEEDED),
+    Rule("input before weights", before(Kind.I, Kind.W), NEEDED),
+    Rule(
+        "no deadlock",
+        deadlocked,
+        "{ranks} wait for each other: {cycle}",
+    ),
+)

@@ -1,0 +1,72 @@
+"""The values that pass between stages: who writes, who reads, and which of them need a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from stageline.errors import ScheduleError
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.placement import Placement
+
+Edge = tuple[int, int]  # a value: the stage that writes it, the stage that reads it
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """Every stage reads what the one before it wrote."""
+    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Edges on a placement: what each action reads and what it sends."""
+
+    edges: tuple[Edge, ...]
+    placement: Placement
+
+    @cached_property
+    def writers(self) -> list[list[int]]:
+        """For each stage, the stages whose values it reads."""
+        return [[w for w, r in self.edges if r == stage] for stage in range(len(self.placement))]
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """For each stage, the stages that read its values."""
+        return [[r for w, r in self.edges if w == stage] for stage in range(len(self.placement))]
+
+    def crosses(self, stage: int, other: int) -> bool:
+        """Whether two stages live on different ranks, so that a value between them is a message."""
+        return self.placement[stage] != self.placement[other]
+
+    def sends(self, action: Action) -> list[Action]:
+        """The messages that an action gives rise to."""
+        stage, kind, microbatch, _ = action
+        if kind is Kind.W:
+            return []
+        forward = kind is Kind.F
+        peers = self.readers[stage] if forward else self.writers[stage]
+        send = Kind.SEND_F if forward else Kind.SEND_B
+        return [Action(stage, send, microbatch, p) for p in peers if self.crosses(stage, p)]
+
+    def awaited(self, action: Action) -> list[Action]:
+        """The messages, as their sends, that an action needs."""
+        stage, kind, microbatch, _ = action
+        if kind is Kind.W:
+            return []
+        forward = kind is Kind.F
+        peers = self.writers[stage] if forward else self.readers[stage]
+        send = Kind.SEND_F if forward else Kind.SEND_B
+        return [Action(p, send, microbatch, stage) for p in peers if self.crosses(stage, p)]
+
+
+def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
+    """The edges without repeats; one that leads backwards or nowhere is refused."""
+    unique = tuple(dict.fromkeys((int(writer), int(reader)) for writer, reader in edges))
+    for writer, reader in unique:
+        if not 0 <= writer < reader < num_stages:
+            raise ScheduleError(
+                f"edge ({writer}, {reader}) leads nowhere, but a value goes from a stage to a later "
+                f"one below {num_stages}: give (writer, reader)"
+            )
+    return unique

@@ -1,0 +1,177 @@
+"""The rules that a program keeps on top of those of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.grid import Cell
+from stageline.schedules.precedence import run_lanes
+from stageline.schedules.program import TWIN, Program, program_tasks, twin
+from stageline.schedules.rules import Offence, Rule, waiting_for_each_other
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """Where the actions of a program stand, and which messages its edges call for."""
+
+    program: Program
+
+    @cached_property
+    def cells(self) -> dict[Action, list[Cell]]:
+        cells: dict[Action, list[Cell]] = {}
+        for rank, row in enumerate(self.program.actions):
+            for position, action in enumerate(row):
+                cells.setdefault(action, []).append((rank, position))
+        return cells
+
+    @cached_property
+    def messages(self) -> dict[Action, tuple[Action, Action]]:
+        """By its send, each message's maker and reader."""
+        routes, schedule = self.program.routes, self.program.schedule
+        computed = [a for row in schedule.actions for a in row]
+        makers = {send: action for action in computed for send in routes.sends(action)}
+        readers = {send: action for action in computed for send in routes.awaited(action)}
+        return {send: (maker, readers[send]) for send, maker in makers.items()}
+
+    @cached_property
+    def due(self) -> set[Action]:
+        """Everything beside compute that must stand in the program once."""
+        once = {Action(s, k) for s in range(len(self.program.placement)) for k in ONCE_A_STAGE}
+        return once | self.messages.keys() | {twin(send) for send in self.messages}
+
+    def home(self, action: Action) -> int:
+        return self.program.placement[action.stage]
+
+
+ONCE_A_STAGE = (Kind.REDUCE_GRAD, Kind.STEP)
+
+
+def uncalled(facts: ProgramFacts) -> Iterator[Offence]:
+    for action, cells in facts.cells.items():
+        if action.kind not in COMPUTE and action not in facts.due:
+            yield Offence(cells, {"action": action})
+
+
+def absent(facts: ProgramFacts) -> Iterator[Offence]:
+    for action in sorted(facts.due - facts.cells.keys()):
+        yield Offence([], {"action": action})
+
+
+def several(facts: ProgramFacts) -> Iterator[Offence]:
+    for action, cells in facts.cells.items():
+        if len(cells) > 1:
+            yield Offence(cells, {"action": action})
+
+
+def abroad(facts: ProgramFacts) -> Iterator[Offence]:
+    for action, ((rank, position),) in facts.cells.items():
+        if rank != facts.home(action):
+            words = {"action": action, "rank": rank, "home": facts.home(action)}
+            yield Offence([(rank, position)], words)
+
+
+def sent_too_early(facts: ProgramFacts) -> Iterator[Offence]:
+    for send, (maker, _) in facts.messages.items():
+        yield from _unless_before(facts, maker, send)
+
+
+def received_too_late(facts: ProgramFacts) -> Iterator[Offence]:
+    for send, (_, reader) in facts.messages.items():
+        yield from _unless_before(facts, twin(send), reader)
+
+
+def _unless_before(facts: ProgramFacts, first: Action, second: Action) -> Iterator[Offence]:
+    (early,), (late,) = facts.cells[first], facts.cells[second]
+    if early > late:
+        yield Offence([late, early], {"first": first, "second": second})
+
+
+def out_of_turn(facts: ProgramFacts) -> Iterator[Offence]:
+    """Receives of one rank from another in another order than the sends."""
+    for row in facts.program.actions:
+        latest: dict[int, Cell] = {}
+        for send in row:
+            if send.kind in TWIN:
+                receive = twin(send)
+                (cell,) = facts.cells[receive]
+                previous = latest.setdefault(facts.home(receive), cell)
+                if cell < previous:
+                    yield Offence([cell, previous], {"action": receive, "send": send})
+                latest[facts.home(receive)] = cell
+
+
+def after_the_end(facts: ProgramFacts) -> Iterator[Offence]:
+    for row_number, row in enumerate(facts.program.actions):
+        stepped: set[int] = set()
+        for position, action in enumerate(row):
+            if action.stage in stepped:
+                words = {"action": action, "step": Action(action.stage, Kind.STEP)}
+                yield Offence([(row_number, position)], words)
+            if action.kind is Kind.STEP:
+                stepped.add(action.stage)
+
+
+def reduced_too_early(facts: ProgramFacts) -> Iterator[Offence]:
+    for row_number, row in enumerate(facts.program.actions):
+        reduced: set[int] = set()
+        for position, action in enumerate(row):
+            if action.kind in (Kind.B, Kind.W) and action.stage in reduced:
+                words = {"action": action, "reduction": Action(action.stage, Kind.REDUCE_GRAD)}
+                yield Offence([(row_number, position)], words)
+            if action.kind is Kind.REDUCE_GRAD:
+                reduced.add(action.stage)
+
+
+def deadlocked(facts: ProgramFacts, *, rendezvous: bool = False) -> Iterator[Offence]:
+    program = facts.program
+    tasks = program_tasks(program, lambda _: 0.0, rendezvous=rendezvous)
+    run = run_lanes(tasks.lanes, [1.0] * len(tasks.waits), tasks.waits)
+    yield from waiting_for_each_other(program.actions, tasks.lanes, tasks.waits, run)
+
+
+def deadlocked_by_rendezvous(facts: ProgramFacts) -> Iterator[Offence]:
+    return deadlocked(facts, rendezvous=True)
+
+
+PROGRAM_RULES = (
+    Rule("only what edges call for", uncalled, "{action} belongs to no edge: remove it"),
+    Rule("every message, reduction and step", absent, "{action} is missing: add it"),
+    Rule("once", several, "{action} stands there more than once: keep one of them"),
+    Rule(
+        "on its own rank",
+        abroad,
+        "{action} stands on rank {rank}, but its stage is placed on rank {home}: move it there",
+    ),
+    Rule(
+        "sent when made", sent_too_early, "{second} comes before {first}, which makes it: swap them"
+    ),
+    Rule(
+        "asked for before it is used",
+        received_too_late,
+        "{first} comes after {second}, which needs it: swap them",
+    ),
+    Rule(
+        "received in the order sent",
+        out_of_turn,
+        "{action} is asked for before messages sent earlier than {send}: ask in the order of sends",
+    ),
+    Rule(
+        "reduced when complete",
+        reduced_too_early,
+        "{action} comes after {reduction}, which sums it over replicas: move the reduction back",
+    ),
+    Rule(
+        "nothing after the end",
+        after_the_end,
+        "{action} comes after {step}, the end of its stage: move it forward",
+    ),
+    Rule("no deadlock, buffered sends", deadlocked, "{ranks} wait for each other: {cycle}"),
+    Rule(
+        "no deadlock, rendezvous sends",
+        deadlocked_by_rendezvous,
+        "{ranks} wait for each other if sends wait for receives: {cycle}",
+    ),
+)
