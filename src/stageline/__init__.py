@@ -1,1 +1,65 @@
-"""Stageline: pipeline-parallel training, with every schedule as data."""
+"""Stageline: pipeline-parallel training, with every schedule as data.
+
+Names are loaded when they are first used, and what needs no torch imports none:
+
+    import stageline as sl
+    schedule = sl.build_schedule("zbv", num_ranks=8, num_microbatches=24)
+    print(sl.simulate(schedule))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stageline.costs import Costs as Costs
+    from stageline.costs import Link as Link
+    from stageline.errors import CostsError as CostsError
+    from stageline.errors import ReportError as ReportError
+    from stageline.errors import ScheduleError as ScheduleError
+    from stageline.errors import StagelineError as StagelineError
+    from stageline.report.timeline import Timeline as Timeline
+    from stageline.schedules.action import Action as Action
+    from stageline.schedules.action import Kind as Kind
+    from stageline.schedules.build import build_schedule as build_schedule
+    from stageline.schedules.build import schedule_names as schedule_names
+    from stageline.schedules.check import check as check
+    from stageline.schedules.lower import lower as lower
+    from stageline.schedules.program import Program as Program
+    from stageline.schedules.schedule import Schedule as Schedule
+    from stageline.schedules.search.search import search_schedule as search_schedule
+    from stageline.simulation.simulate import simulate as simulate
+
+_HOMES = {
+    "Action": "schedules.action",
+    "Costs": "costs",
+    "CostsError": "errors",
+    "Kind": "schedules.action",
+    "Link": "costs",
+    "Program": "schedules.program",
+    "ReportError": "errors",
+    "Schedule": "schedules.schedule",
+    "ScheduleError": "errors",
+    "StagelineError": "errors",
+    "Timeline": "report.timeline",
+    "build_schedule": "schedules.build",
+    "check": "schedules.check",
+    "lower": "schedules.lower",
+    "schedule_names": "schedules.build",
+    "search_schedule": "schedules.search.search",
+    "simulate": "simulation.simulate",
+}
+
+__version__ = "0.1.0"
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stageline' has no attribute {name!r}")
+    value = getattr(import_module(f"stageline.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

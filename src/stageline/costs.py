@@ -1,4 +1,4 @@
-"""What a stage costs in time and memory: plain numbers, the same for every stage or one per stage."""
+"""What a stage costs in time and memory: numbers, one for all stages or one for each."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Link:
 class Costs:
     """Times and bytes of the stages of a pipeline, for one micro-batch.
 
-    Each is a number, or one number per stage, in any unit that suits you. What `stage` writes travels
-    to the next rank, and its gradient back, in `transfer[stage]` plus what the link takes.
+    Each is a number, or one number per stage, in any unit that suits you. What a stage writes
+    travels on, and its gradient back, in `transfer[stage]` plus what the link takes.
 
     >>> costs = Costs(forward=[1.0, 1.5], input_grad=2.0)
     >>> costs.per_stage("forward", 2), costs.per_stage("input_grad", 2)
@@ -110,8 +110,8 @@ class Costs:
         for stage, (retained, activation) in enumerate(pairs):
             if retained > activation:
                 raise CostsError(
-                    f"retained is {retained} on stage {stage}, but it is the part of activation ({activation}) "
-                    "that W still needs: give at most that"
+                    f"retained is {retained} on stage {stage}, but it is the part of activation, "
+                    f"{activation}, that W still needs: give at most that"
                 )
 
 

@@ -1,8 +1,7 @@
-"""When each action ran, simulated or measured: one value for both, with its measures and pictures."""
+"""When each action ran, simulated or measured: one value for both, with measures and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +41,8 @@ class Level(NamedTuple):
 class Timeline:
     """What each rank did and when, and what it held in memory.
 
-    `lower_bound` and `span_lower_bound` are proven: no order of F, I and W with this placement, these costs
-    and no more activations on any rank than here has a smaller makespan, or a smaller longest span.
+    `lower_bound` and `span_lower_bound` are proven: no order of F, I and W with this placement,
+    these costs and no more activations on any rank has a smaller makespan, or longest span.
     """
 
     spans: tuple[tuple[Span, ...], ...]  # by rank
@@ -84,7 +83,7 @@ class Timeline:
 
     @property
     def span_bubble(self) -> float:
-        """Idle share of the longest rank span: what is lost when steps follow each other without a barrier."""
+        """Idle share of the longest rank span: what is lost when steps follow without a barrier."""
         longest, work = max(zip(self.rank_spans, self.busy, strict=True), default=(0.0, 0.0))
         return (longest - work) / longest if longest else 0.0
 
@@ -95,12 +94,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds, with parameters, gradients, optimizer state and working sets."""
+        """The most that each rank holds, with parameters, optimizer state and working sets."""
         return tuple(max((level.total for level in row), default=0.0) for row in self.memory)
 
     def save(self, path: str | Path) -> None:
         """Draw it as the suffix says: .svg, .html, or .json for ui.perfetto.dev."""
-        from stageline.report.files import save  # noqa: PLC0415  a Timeline need not know how to draw
+        from stageline.report.files import save  # noqa: PLC0415  most need no picture
 
         save(self, path)
 

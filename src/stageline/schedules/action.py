@@ -29,8 +29,10 @@ NO_PEER = -1
 class Action(NamedTuple):
     """A stage, what is done there, and for which micro-batch.
 
-    >>> print(Action(2, Kind.F, 0), Action(1, Kind.SEND_F, 3, peer=2), Action(0, Kind.SEND_F, 3, peer=2))
-    2F0 1SEND_F3 0SEND_F3>2
+    >>> print(Action(2, Kind.F, 0), Action(1, Kind.SEND_F, 3, peer=2))
+    2F0 1SEND_F3
+    >>> print(Action(0, Kind.SEND_F, 3, peer=2))
+    0SEND_F3>2
     """
 
     stage: int
@@ -45,5 +47,5 @@ class Action(NamedTuple):
 
 
 def neighbour(stage: int, kind: Kind) -> int:
-    """The peer that goes without saying: torch's files name none, because theirs are always neighbours."""
+    """The peer that goes without saying: torch's files name none, theirs are always neighbours."""
     return stage + 1 if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1

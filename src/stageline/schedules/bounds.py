@@ -1,16 +1,17 @@
-"""How fast any schedule could possibly be: proven lower bounds on the makespan and the longest span.
+"""How fast any schedule can possibly be: proven lower bounds on makespan and longest span.
 
 All orders of F, I and W on a given placement are covered, with at most `limits[rank]` activations.
-Write a for the lowest and b for the highest stage of a rank. Its first action is an F of a, its last
-I is of a, its first I is of b and its last F is of b, because a micro-batch meets the stages of a
-rank from a up to b and back. From this follow, for every rank:
+Write a for the lowest and b for the highest stage of a rank. Its first action is an F of a, its
+last F is of b, its first I is of b and its last I is of a, because a micro-batch meets a rank's
+stages from a up to b and back. From this follow, for every rank:
 
   fill    from its first F to its first I a micro-batch travels from a to the last stage and back to
-          b. Meanwhile the rank has only forwards to run, as many as its memory takes.
-  drain   from its last F to its last I a micro-batch travels from b to the last stage and back to a.
-          Meanwhile the rank has only I and W to run, of no more micro-batches than it holds.
-  active  from its first F to its last I it runs all F and all I, and all those W whose retained
-          activations would not fit in its memory together; and it idles in fill and drain.
+          b. Meanwhile the rank has only forwards to run, as many as its memory takes, or idles.
+  drain   from its last F to its last I a micro-batch travels from b to the last stage and on to a.
+  active  from its first F to its last I: up to the last F it runs all F, and all I and W but those
+          whose data its memory can hold at that moment; then it drains. And in any case it runs all
+          F, all I, and the W whose data its memory cannot hold at the last I. And in this time its
+          memory holds every activation for its whole life, from F to the last stage and back to I.
   span    of rank q, for every rank r further down: q's first F travels to r, r is active, r's last
           I travels back to q, and W follows. And no span is shorter than its work and its idling.
 """
@@ -67,16 +68,20 @@ class _Way:
     def through(placement: Placement, costs: Costs) -> _Way:
         times, n = Times(costs, placement), len(placement)
         forward, inputs, weights = (times.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
-        sizes = (costs.per_stage(name, n) for name in ("activation", "retained"))
+        activation, retained = (costs.per_stage(name, n) for name in ("activation", "retained"))
         ups = (forward[s] + times.whole_way(s, s + 1) for s in range(n - 1))
         downs = (inputs[s] + times.whole_way(s + 1, s) for s in range(n - 1))
         heads, tails = (list(accumulate(hops, initial=0.0)) for hops in (ups, downs))
-        return _Way(placement, forward, inputs, weights, *sizes, heads, tails)
+        return _Way(placement, forward, inputs, weights, activation, retained, heads, tails)
 
     def fill(self, lowest: int, highest: int) -> float:
         """From the start of F on the lowest stage to the start of I on the highest."""
         turn = self.forward[-1] + self.inputs[-1] - self.inputs[highest]
         return self.heads[-1] - self.heads[lowest] + turn + self.tails[-1] - self.tails[highest]
+
+    def life(self, stage: int) -> float:
+        """From the start of F on a stage to the end of I on it, if nothing is in the way."""
+        return self.fill(stage, stage) + self.inputs[stage]
 
     def drain(self, lowest: int, highest: int) -> float:
         """From the end of F on the highest stage to the end of I on the lowest."""
@@ -94,48 +99,55 @@ def _demand(way: _Way, rank: int, num_microbatches: int, limit: float) -> _Deman
     stages = [stage for stage, home in enumerate(way.placement) if home == rank]
     lowest, highest = stages[0], stages[-1]
 
-    def most(sizes: tuple[float, ...], *values: tuple[float, ...]) -> list[_Item]:
+    def items(sizes: tuple[float, ...], *values: tuple[float, ...]) -> list[_Item]:
         return [_Item(sizes[s], sum(v[s] for v in values), num_microbatches) for s in stages]
 
-    to_weights = most(way.retained, way.weights)
-    to_finish = most(way.activation, way.inputs, way.weights) + to_weights
-    fill = _excess(way.fill(lowest, highest), most(way.activation, way.forward), limit)
+    forwards = items(way.activation, way.forward)
+    unfinished = items(way.activation, way.inputs, way.weights)
+    weights = items(way.retained, way.weights)
+    idle = max(0.0, way.fill(lowest, highest) - _most_work(forwards, limit))
     drain = way.drain(lowest, highest)
-    drain_alone = _excess(drain + way.weights[lowest], to_finish, limit)
-    spilled = max(0.0, sum(w.value * w.count for w in to_weights) - _most_value(to_weights, limit))
-    drain_active = max(
-        spilled + _excess(drain, to_finish, limit),
-        _excess(drain, most(way.activation, way.inputs), limit),
+    before_last_forward = (
+        _all_work(forwards)
+        + max(0.0, _all_work(unfinished) - _most_work(unfinished + weights, limit))
+        + (0.0 if limit >= _all_memory(forwards) else idle)  # else all F may precede the first I
     )
-    holds_all = limit >= num_microbatches * sum(way.activation[s] for s in stages)
-    both = max if holds_all else _sum  # if all F may precede the first I, the two may be one
-    passes = num_microbatches * sum(way.forward[s] + way.inputs[s] for s in stages)
-    work = passes + num_microbatches * sum(way.weights[s] for s in stages)
-    return _Demand(lowest, passes + both(fill, drain_active), work + both(fill, drain_alone))
-
-
-def _sum(a: float, b: float) -> float:
-    return a + b
+    before_last_input = (
+        _all_work(items(way.activation, way.forward, way.inputs))
+        + max(0.0, _all_work(weights) - _most_work(weights, limit))
+        + idle
+    )
+    lives = sum(way.activation[s] * way.life(s) for s in stages) * num_microbatches
+    active = max(before_last_forward + drain, before_last_input, lives / limit if limit else 0.0)
+    work = _all_work(forwards) + _all_work(unfinished)
+    return _Demand(lowest, active, max(work + idle, active + way.weights[lowest]))
 
 
 class _Item(NamedTuple):
-    """Work that needs something held in memory."""
+    """Work that needs something held in memory, so often."""
 
     size: float
-    value: float
-    count: int
+    work: float
+    times: int
 
 
-def _excess(time: float, items: list[_Item], limit: float) -> float:
-    """The part of a time that cannot be filled with work whose data fit in memory together."""
-    return max(0.0, time - _most_value(items, limit))
+def _all_work(items: list[_Item]) -> float:
+    return sum(item.work * item.times for item in items)
 
 
-def _most_value(items: list[_Item], limit: float) -> float:
-    """The most work that fits, parts allowed: an upper bound for whole ones."""
+def _all_memory(items: list[_Item]) -> float:
+    return sum(item.size * item.times for item in items)
+
+
+def _most_work(items: list[_Item], limit: float) -> float:
+    """The most work whose data fit together; parts of it count, so it is never too little."""
     total, room = 0.0, limit * (1 + 1e-12)
-    for size, value, count in sorted(items, key=lambda i: i.value / i.size if i.size else inf)[::-1]:
-        share = min(1.0, room / (size * count)) if size else 1.0
-        total += share * value * count
-        room -= share * size * count
+    for size, work, times in sorted(items, key=_density, reverse=True):
+        share = min(1.0, room / (size * times)) if size else 1.0
+        total += share * work * times
+        room -= share * size * times
     return total
+
+
+def _density(item: _Item) -> float:
+    return item.work / item.size if item.size else inf

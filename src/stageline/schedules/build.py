@@ -1,4 +1,144 @@
-"""From a name and sizes to a schedule."""
+"""From a name and sizes to a schedule: the table of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from stageline.costs import Costs
+from stageline.errors import ScheduleError
+from stageline.schedules.families.dualpipe_v import dualpipe_v
+from stageline.schedules.families.gpipe import gpipe
+from stageline.schedules.families.hanayo import hanayo
+from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
+from stageline.schedules.families.looped_bfs import looped_bfs
+from stageline.schedules.families.naive import naive
 from stageline.schedules.families.one_f_one_b import one_f_one_b
-def build_schedule(name, num_ranks, num_microbatches):
-    return one_f_one_b(num_ranks, num_microbatches)
+from stageline.schedules.families.v_half import v_half
+from stageline.schedules.families.v_min import v_min
+from stageline.schedules.families.zb_h1 import zb_h1
+from stageline.schedules.families.zb_h2 import zb_h2
+from stageline.schedules.families.zbv import zbv
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.search.search import search_schedule
+
+
+class Family(NamedTuple):
+    """How a schedule is built, which options it takes, and what it is in a line."""
+
+    build: Callable[..., Schedule]
+    summary: str
+    options: tuple[str, ...] = ()
+
+
+def zb_1p(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    options.setdefault("memory_limit", num_ranks)
+    return search_schedule(num_ranks, num_microbatches, **options)
+
+
+def zb_2p(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    options.setdefault("memory_limit", 2 * num_ranks)
+    return search_schedule(num_ranks, num_microbatches, **options)
+
+
+def zbv_for_costs(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    if not options:
+        return zbv(num_ranks, num_microbatches)
+    options.setdefault("memory_limit", num_ranks)
+    return search_schedule(num_ranks, num_microbatches, placement="v", **options)
+
+
+SEARCHED = ("costs", "memory_limit", "time_budget", "seed")
+FAMILIES = {
+    "naive": Family(naive, "one micro-batch at a time, no pipelining"),
+    "gpipe": Family(gpipe, "all forwards, then all backwards"),
+    "1f1b": Family(one_f_one_b, "PipeDream-Flush: one forward, one backward"),
+    "interleaved_1f1b": Family(
+        interleaved_1f1b, "Megatron-LM: 1F1B over several chunks", ("chunks_per_rank", "group_size")
+    ),
+    "looped_bfs": Family(looped_bfs, "breadth-first over several chunks", ("chunks_per_rank",)),
+    "zb_h1": Family(zb_h1, "zero bubble with the memory of 1F1B"),
+    "zb_h2": Family(zb_h2, "zero bubble with twice that memory"),
+    "zb_1p": Family(zb_1p, "searched, for p activations", SEARCHED),
+    "zb_2p": Family(zb_2p, "searched, for 2p activations", SEARCHED),
+    "zbv": Family(zbv_for_costs, "zero bubble in a V; searched if costs are given", SEARCHED),
+    "v_half": Family(v_half, "a V with half of the memory"),
+    "v_min": Family(v_min, "a V with a third of the memory"),
+    "dualpipe_v": Family(dualpipe_v, "DeepSeek's DualPipe, cut in half"),
+    "hanayo": Family(hanayo, "1F1B in waves", ("chunks_per_rank",)),
+}
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names that `build_schedule` knows.
+
+    >>> schedule_names()[:3]
+    ('naive', 'gpipe', '1f1b')
+    """
+    return tuple(FAMILIES)
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks_per_rank: int | None = None,
+    group_size: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | str | None = None,
+    time_budget: float | None = None,
+    seed: int | None = None,
+) -> Schedule:
+    """The schedule of that name for these sizes; options that it does not take are refused.
+
+    `costs`, `memory_limit`, `time_budget` and `seed` are for those that are searched, as in
+    `search_schedule`; `chunks_per_rank` and `group_size` for those with several chunks.
+
+    >>> for row in build_schedule("1f1b", num_ranks=2, num_microbatches=2).actions:
+    ...     print(*row)
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+    """
+    family = _family(name)
+    for size_name, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        _check_size(size_name, size)
+    options: dict[str, Any] = {
+        "chunks_per_rank": chunks_per_rank,
+        "group_size": group_size,
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "time_budget": time_budget,
+        "seed": seed,
+    }
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if option not in family.options:
+            takers = [other for other, f in FAMILIES.items() if option in f.options]
+            raise ScheduleError(
+                f"{name!r} was given {option}, but takes {_listed(family.options) or 'none'}: "
+                f"leave it out, or use {_listed(takers, 'or')}"
+            )
+    if chunks_per_rank is not None:
+        _check_size("chunks_per_rank", chunks_per_rank)
+    return replace(family.build(num_ranks, num_microbatches, **given), name=name)
+
+
+def _family(name: str) -> Family:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"use one of {_listed(FAMILIES, 'or')}"
+    raise ScheduleError(f"schedule {name!r} is not known: {hint}")
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ScheduleError(f"{name} is {size!r}, but has to be a whole number from 1 up")
+
+
+def _listed(names: Any, last: str = "and") -> str:
+    quoted = [str(name) for name in names]
+    return f" {last} ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted)

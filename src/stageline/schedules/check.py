@@ -1,4 +1,4 @@
-"""The rules that every schedule keeps, as a table, and the check that names the first one broken."""
+"""The rules that every schedule keeps, as a table, and the check that names the first broken."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stageline.schedules.action import COMPUTE, Action, Kind
-from stageline.schedules.grid import Cell
 from stageline.schedules.edges import chain
+from stageline.schedules.grid import Cell
 from stageline.schedules.precedence import Numbering, run_lanes, waits_of
 from stageline.schedules.program import Program
 from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
@@ -159,7 +159,7 @@ RULES = (
     Rule(
         "only compute",
         not_compute,
-        "{action} is no compute action, but a schedule holds only F, I, W and B: leave it to lower()",
+        "{action} does not compute, but a schedule holds only F, I, W and B: leave it to lower()",
     ),
     Rule(
         "known stages and micro-batches",

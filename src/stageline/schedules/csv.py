@@ -1,4 +1,4 @@
-"""Schedules as CSV: one row per rank, one action per cell, as torch.distributed.pipelining writes them."""
+"""Schedules as CSV: a row per rank, an action per cell, as torch.distributed.pipelining has it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from stageline.errors import ScheduleError
 from stageline.schedules.action import COMPUTE, NO_PEER, WHOLE_BATCH, Action, Kind, neighbour
 
-# At most six digits: a stage number beyond a million is a broken file, and would cost gigabytes to check.
+# At most six digits: a stage number beyond a million is a broken file.
 ACTION = re.compile(r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?", re.ASCII)
 OVERLAPPED = re.compile(
     r"\(([^()]*)\)OVERLAP_F_B"
@@ -61,7 +61,8 @@ def _parse_action(cell: str, rank: int, column: int) -> Action | None:
         return None
     if not match or match[2] not in Kind.__members__:
         raise ScheduleError(
-            f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0, 2I0, 2W0 or 2B0"
+            f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0: a stage, "
+            "then F, I, W or B, then a micro-batch"
         )
     return _action(
         int(match[1]),

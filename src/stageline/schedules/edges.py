@@ -66,7 +66,7 @@ def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
     for writer, reader in unique:
         if not 0 <= writer < reader < num_stages:
             raise ScheduleError(
-                f"edge ({writer}, {reader}) leads nowhere, but a value goes from a stage to a later "
-                f"one below {num_stages}: give (writer, reader)"
+                f"edge ({writer}, {reader}) leads nowhere, but a value goes from a stage to a "
+                f"later one below {num_stages}: give (writer, reader)"
             )
     return unique

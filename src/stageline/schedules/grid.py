@@ -1,4 +1,4 @@
-"""The order of actions as plain text, a row per rank, with some cells marked: for errors and tests."""
+"""The order of actions as text, a row per rank, with some cells marked: for errors and tests."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """From a schedule to a program: add sends, receives, reductions and optimizer steps.
 
-A send stands right behind the action that made the message. A receive stands as early as that: right
-behind the last action of its own rank that the sender has heard of, and in front of its sends.
+A send stands right behind the action that made the message. A receive stands right behind the last
+action of its own rank that the sender must have heard of, and in front of that action's own sends:
 
-    rank 0 │ 0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1
+    rank 0 │ 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
     rank 1 │ 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1                 p = 2, m = 2
 
-So whoever sends has heard from a rank that had asked before. In no timing whatever does a message
-leave before it is asked for, and a send that waits for its receive (a rendezvous) never waits at
-all: it can be part of no deadlock.
+Whoever sends has therefore heard from the other rank after it asked. So in no timing whatever does
+a message leave before it is asked for, and a send that waits for its receive (a rendezvous) never
+waits at all: it can be part of no deadlock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from stageline.schedules.schedule import Schedule
 def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
     """Write out everything that `schedule` leaves unsaid.
 
-    `edges` are the values that pass between stages, as (writer, reader); by default each stage reads
-    what the one before it wrote. A value goes straight to its reader, never through stages between.
+    `edges` are the values that pass between stages, as (writer, reader); by default each stage
+    reads what the one before it wrote. A value goes straight to its reader, through none between.
 
     >>> program = lower(Schedule.from_text("0F0 0B0", "1F0 1B0"))
     >>> print(*program.actions[0])
-    0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP
+    0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP
     """
     check(schedule)
     edges = chain(schedule.num_stages) if edges is None else edges
@@ -84,8 +84,8 @@ def _receives(schedule: Schedule, routes: Routes) -> list[list[list[Action]]]:
 def _forebears(routes: Routes) -> dict[tuple[int, Kind, int], list[tuple[int, bool]]]:
     """By sending stage, kind and receiving rank: what that rank did to bring the message about.
 
-    A value descends from the forwards of all stages that led to it, a gradient from the backwards of
-    all stages behind it. They are given as (stage, is forward).
+    A value descends from the forwards of all stages that led to it, a gradient from the backwards
+    of all stages behind it. They are given as (stage, is forward).
     """
     home = routes.placement
     before, after = _closure(routes.writers), _closure(routes.readers)

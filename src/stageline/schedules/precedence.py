@@ -1,7 +1,7 @@
 """What must end before what can start, and the earliest time at which everything can run.
 
-Actions become integers, so that a schedule of a hundred thousand of them is timed in a tenth of a second.
-The checker, the search and the simulator all ask the one question answered by `run_lanes`.
+Actions become integers, so that a hundred thousand of them are timed in a tenth of a second. The
+checker, the search and the simulator all ask the one question that `run_lanes` answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEVER = -1.0  # the end of a task that has not run
 
 
 class Numbering(NamedTuple):
-    """Tasks of a step as integers: all F, then all I (or B), then all W; by stage, then by micro-batch."""
+    """Tasks as integers: all F, then all I (or B), then all W; by stage, then by micro-batch."""
 
     num_stages: int
     num_microbatches: int
@@ -43,7 +43,7 @@ PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 def waits_of(
     numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
 ) -> Waits:
-    """F waits for the values it reads, I for the gradients of what its stage wrote, W for its own I."""
+    """F waits for the values it reads, I for the gradients of what it wrote, W for its own I."""
     sources: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
     readers: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
     for writer, reader in edges:
@@ -79,21 +79,32 @@ class Run(NamedTuple):
     ends: list[float]
     progress: list[int]
 
+    def is_complete(self, lanes: Sequence[Sequence[int]]) -> bool:
+        return all(done == len(lane) for done, lane in zip(self.progress, lanes, strict=True))
 
-def run_lanes(lanes: Sequence[Sequence[int]], durations: Sequence[float], waits: Waits) -> Run:
+
+def run_lanes(
+    lanes: Sequence[Sequence[int]],
+    durations: Sequence[float],
+    waits: Waits,
+    begun: Run | None = None,
+) -> Run:
     """Run every lane in its own order, each task as early as its waits allow.
 
-    A lane that meets an unfinished task is parked there and woken when that task ends: every task is looked
-    at once per wait, so the time is linear. What is still parked at the end waits for ever.
+    A lane that meets an unfinished task is parked there and woken when that task ends: every task
+    is looked at once per wait, so the time is linear. What is parked at the end waits for ever. A
+    run that has `begun` is carried on, in the lists that it holds.
     """
-    starts, ends = [NEVER] * len(durations), [NEVER] * len(durations)
-    progress, clocks = [0] * len(lanes), [0.0] * len(lanes)
+    if begun is None:
+        begun = Run([NEVER] * len(durations), [NEVER] * len(durations), [0] * len(lanes))
+    starts, ends, progress = begun
     parked: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))[::-1]
     while awake:
         lane = awake.pop()
-        now, position, tasks = clocks[lane], progress[lane], lanes[lane]
-        for position in range(position, len(tasks)):  # noqa: B020, PLR1704  goes on where the lane was parked
+        tasks, position = lanes[lane], progress[lane]
+        now = ends[tasks[position - 1]] if position else 0.0
+        while position < len(tasks):
             task = tasks[position]
             start = now
             for before, time in waits[task]:
@@ -106,11 +117,10 @@ def run_lanes(lanes: Sequence[Sequence[int]], durations: Sequence[float], waits:
             else:
                 starts[task] = start
                 ends[task] = now = start + durations[task]
+                position += 1
                 if task in parked:
                     awake += parked.pop(task)
                 continue
             break
-        else:
-            position = len(tasks)
-        clocks[lane], progress[lane] = now, position
-    return Run(starts, ends, progress)
+        progress[lane] = position
+    return begun

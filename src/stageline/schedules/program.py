@@ -24,7 +24,7 @@ class Program:
 
     A send hands its message over and goes on. A receive only asks for a message; the action that
     needs it waits for it. Messages between two ranks arrive in the order in which they were sent.
-    A reduction starts where it stands and runs beside what follows; its optimizer step waits for it.
+    A reduction starts where it stands and runs beside what follows, until its optimizer step.
     """
 
     actions: Rows

@@ -1,4 +1,4 @@
-"""A schedule: for each rank, the order of its compute actions, with the placement of stages on ranks."""
+"""A schedule: for each rank, the order of its compute actions, and where each stage is placed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Schedule:
 
     @staticmethod
     def from_csv(path: str | Path) -> Schedule:
-        """Read a file of ours or of torch's; sends and receives in it are left out (`lower` adds them)."""
+        """Read a file of ours or torch's; sends and receives are left out, for `lower` to add."""
         rows = csv.read(Path(path))
         actions = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in rows)
         return Schedule(actions, _placement(actions), Path(path).stem)

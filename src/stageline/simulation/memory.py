@@ -1,4 +1,4 @@
-"""What each rank holds over time: activations from F to I, a part of them until W, and what never leaves."""
+"""What each rank holds over time: activations from F to I, a part until W, and what stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory_curves(
 
 
 def _curve(row: Sequence[Span], sizes: list[tuple[float, ...]], static: float) -> Iterator[Level]:
-    """A forward takes its activation as it starts; a gradient frees what it was the last to need as it ends."""
+    """An F takes its activation as it starts; a gradient frees what no other needs as it ends."""
     held = 0.0
     yield Level(0.0, held, static)
     for (stage, kind, _, _), start, end in row:

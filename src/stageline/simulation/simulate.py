@@ -52,7 +52,9 @@ def _run_schedule(schedule: Schedule, times: Times) -> tuple[Spans, tuple[Transf
     for row, lane in zip(schedule.actions, lanes, strict=True):
         for (stage, kind, _, _), task in zip(row, lane, strict=True):
             durations[task] = times.durations[kind][stage]
-    run = run_lanes(lanes, durations, waits_of(numbering, chain(schedule.num_stages), times.latency))
+    run = run_lanes(
+        lanes, durations, waits_of(numbering, chain(schedule.num_stages), times.latency)
+    )
     return _spans(schedule.actions, lanes, run), tuple(_transfers(schedule, numbering, times, run))
 
 
@@ -95,7 +97,6 @@ def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterato
             yield Transfer(source, target, send, run.starts[task], arrival)
 
 
-
 def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
     durations = [0.0] * len(tasks.waits)
     for row in program.actions:
@@ -109,7 +110,9 @@ def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[flo
     return durations
 
 
-def _bounds(work: Schedule | Program, costs: Costs, memory: tuple[tuple[Level, ...], ...]) -> Bounds:
+def _bounds(
+    work: Schedule | Program, costs: Costs, memory: tuple[tuple[Level, ...], ...]
+) -> Bounds:
     """Bounds hold where every stage reads from the one before it; more edges only add waiting."""
     schedule = work.schedule if isinstance(work, Program) else work
     if isinstance(work, Program) and not {*chain(schedule.num_stages)} <= {*work.edges}:

@@ -1,1 +1,1 @@
-"""The search for the best order of F, I and W: a problem, ways to construct orders, and to improve one."""
+"""The search for the best order of F, I and W: a problem, ways to make orders, small moves."""

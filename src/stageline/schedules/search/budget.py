@@ -1,0 +1,73 @@
+"""How much the search may spend, counted in tasks so that the same call always spends the same."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.progress import Progress, TaskID
+
+TASKS_PER_SECOND = (
+    250_000  # a cautious figure: one core of a small machine times 300,000 to 500,000
+)
+NUM_ORDERS = 150  # without a time budget: as much as so many whole orders cost ...
+MOST_SECONDS = 10.0  # ... but not more than this
+SILENT_SECONDS = 1.0
+
+
+class Budget:
+    """Counts down; shows a progress bar on a terminal once a second has passed."""
+
+    def __init__(self, num_tasks: float, seconds: float) -> None:
+        self.num_tasks, self.num_spent = num_tasks, 0.0
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+        self.bar: tuple[Progress, TaskID] | None = None
+
+    @staticmethod
+    def of(tasks_per_order: int, time_budget: float | None) -> Budget:
+        if time_budget is not None:
+            return Budget(time_budget * TASKS_PER_SECOND, time_budget)
+        num_tasks = min(NUM_ORDERS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND)
+        return Budget(num_tasks, 1.5 * MOST_SECONDS)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_spent >= self.num_tasks or time.monotonic() > self.deadline
+
+    def may_spend(self, num_tasks: int) -> bool:
+        """Whether there was anything left to spend; it is spent then."""
+        if self.is_spent:
+            return False
+        self.num_spent += num_tasks
+        self._show()
+        return True
+
+    def _show(self) -> None:
+        if self.bar is None:
+            if time.monotonic() - self.started < SILENT_SECONDS or not sys.stderr.isatty():
+                return
+            from rich.console import Console  # noqa: PLC0415  0.05 s that a short search saves
+            from rich.progress import Progress  # noqa: PLC0415
+
+            progress = Progress(console=Console(stderr=True), transient=True)
+            progress.start()
+            self.bar = progress, progress.add_task("searching a schedule", total=self.num_tasks)
+        progress, task = self.bar
+        progress.update(task, completed=self.num_spent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar is not None:
+            self.bar[0].stop()

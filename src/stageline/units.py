@@ -1,0 +1,34 @@
+"""Bytes in words: from '22GiB' to a number and back."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {prefix + "i": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> float:
+    """A number of bytes; raises ValueError for anything else.
+
+    >>> parse_bytes("22GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
+    (23622320128.0, 1500000.0, 512.0)
+    """
+    match = SIZE.fullmatch(text)
+    if not match or match[2].lower() not in UNITS:
+        raise ValueError(f"{text!r} is no size in bytes: write it like '22GiB' or '512MB'")
+    return float(match[1]) * UNITS[match[2].lower()]
+
+
+def format_bytes(size: float) -> str:
+    """The size in the largest binary unit that leaves a whole part.
+
+    >>> format_bytes(23622320128)
+    '22GiB'
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = UNITS[unit[:2].lower()]
+        if size >= scale:
+            return f"{size / scale:.4g}{unit}"
+    return f"{size:.4g}B"
