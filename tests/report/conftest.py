@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from stageline.report.timeline import Level, Span, Timeline
+from stageline.costs import Costs
+from stageline.report.spans import Span
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -29,9 +31,9 @@ def odd_one() -> Timeline:
         (Span(Action(0, Kind.F, 0), 0.0, 0.0), Span(Action(0, Kind.STEP), 0.0, 2.0)),
         (),
     )
-    return Timeline(spans, (0, 1), ((Level(0.0, 0.0, 0.0),), ()), name="<a & 'b'>\x07")
+    return Timeline(spans, (0, 1), Costs(), name="<a & 'b'>\x07")
 
 
 @pytest.fixture
 def nothing() -> Timeline:
-    return Timeline(((), ()), (0, 1), ())
+    return Timeline(((), ()), (0, 1))

@@ -10,7 +10,8 @@ import pytest
 
 from stageline.costs import Costs
 from stageline.report.perfetto import trace
-from stageline.report.timeline import Span, Timeline, Transfer
+from stageline.report.spans import Span, Transfer
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b
 from stageline.simulation.simulate import simulate
@@ -74,7 +75,7 @@ def test_memory_is_a_counter_for_each_rank(two_ranks: Timeline) -> None:
 
 
 def test_an_arrow_leads_from_the_writer_to_the_reader(two_ranks: Timeline) -> None:
-    timeline = replace(two_ranks, transfers=TRANSFERS)
+    timeline = replace(two_ranks, sent=TRANSFERS)
     starts, ends = events(timeline, "s"), events(timeline, "f")
     assert [event["id"] for event in starts] == [event["id"] for event in ends] == [0, 1, 2, 3]
     assert all(event["bp"] == "e" for event in ends)
@@ -98,7 +99,7 @@ def test_arrows_of_a_second_step_lie_in_the_second_step(two_ranks: Timeline) -> 
         row + tuple(Span(action, start + 20, end + 20) for action, start, end in row)
         for row in two_ranks.spans
     )
-    timeline = replace(two_ranks, spans=later, transfers=TRANSFERS * 2)
+    timeline = replace(two_ranks, spans=later, sent=TRANSFERS * 2)
     starts = [int(event["ts"] > 20_000) for event in events(timeline, "s")]
     ends = [int(event["ts"] > 20_000) for event in events(timeline, "f")]
     assert starts == ends == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from stageline.report.timeline import Span, Timeline
+from stageline.report.spans import Span
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import WHOLE_BATCH, Action
 
 Cell = dict[Action | None, float]  # what ran in a cell, and the share that it took; None is idle

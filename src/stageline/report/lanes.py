@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from stageline.report import palette
 from stageline.report.frame import Frame
+from stageline.report.spans import Level, Span
 from stageline.report.steps import steps
 from stageline.report.summary import number
-from stageline.report.timeline import Level, Span
 from stageline.schedules.action import WHOLE_BATCH, Action
 
 

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from stageline.report.palette import NAMES, letter
+from stageline.report.spans import Span
 from stageline.report.steps import steps
-from stageline.report.timeline import Span, Timeline
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import WHOLE_BATCH, Action, Kind
 
 Event = dict[str, object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stageline.report.timeline import Level
+from stageline.report.spans import Level
 
 
 def steps(levels: Sequence[Level]) -> dict[float, float]:

@@ -5,53 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
-from stageline.schedules.action import Action
+from stageline.costs import Costs
+from stageline.report.memory import memory_curves
+from stageline.report.spans import Level, Spans, Transfer
+from stageline.report.transfers import transfers
+from stageline.schedules.bounds import Bounds, lower_bounds
+from stageline.schedules.edges import Edge, chain
 from stageline.schedules.placement import Placement
-
-
-class Span(NamedTuple):
-    """One action of a rank, from its start to its end."""
-
-    action: Action
-    start: float
-    end: float
-
-
-class Transfer(NamedTuple):
-    """One message between two ranks, as its send: `send.stage` made it, `send.peer` reads it."""
-
-    source: int
-    target: int
-    send: Action
-    start: float
-    end: float
-
-
-class Level(NamedTuple):
-    """From `time` on, a rank holds this much: activations, and everything."""
-
-    time: float
-    activations: float
-    total: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did and when, and what it held in memory.
+    """What each rank did and when; from it and the costs follow memory, messages and bounds."""
 
-    `lower_bound` and `span_lower_bound` are proven: no order of F, I and W with this placement,
-    these costs and no more activations on any rank has a smaller makespan, or longest span.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]  # by rank
+    spans: Spans
     placement: Placement
-    memory: tuple[tuple[Level, ...], ...]  # by rank, in the order of time
-    transfers: tuple[Transfer, ...] = ()
-    name: str = ""
-    lower_bound: float = field(default=0.0)
-    span_lower_bound: float = field(default=0.0)
+    costs: Costs | None = None  # None: nothing is known but the times
+    edges: tuple[Edge, ...] | None = None  # None: each stage reads what the one before it wrote
+    sent: tuple[Transfer, ...] | None = None  # None: messages did not wait for each other
+    name: str = field(default="", compare=False)
 
     @property
     def num_ranks(self) -> int:
@@ -88,6 +61,19 @@ class Timeline:
         return (longest - work) / longest if longest else 0.0
 
     @cached_property
+    def memory(self) -> tuple[tuple[Level, ...], ...]:
+        """What each rank holds, in the order of time."""
+        return memory_curves(self.spans, self.placement, self.costs) if self.costs else ()
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The messages between ranks."""
+        if self.sent is not None or self.costs is None:
+            return self.sent or ()
+        edges = chain(self.num_stages) if self.edges is None else self.edges
+        return tuple(transfers(self.spans, self.placement, edges, self.costs))
+
+    @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """The most that each rank's activations take, in the unit of `Costs.activation`."""
         return tuple(max((level.activations for level in row), default=0.0) for row in self.memory)
@@ -97,11 +83,36 @@ class Timeline:
         """The most that each rank holds, with parameters, optimizer state and working sets."""
         return tuple(max((level.total for level in row), default=0.0) for row in self.memory)
 
+    @property
+    def lower_bound(self) -> float:
+        """Proven: with this placement, these costs and no more activations on any rank than here,
+        no order of F, I and W has a smaller makespan. 0 if nothing is proven.
+        """
+        return self._bounds.makespan
+
+    @property
+    def span_lower_bound(self) -> float:
+        """The same for the longest rank span."""
+        return self._bounds.span
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        """They hold if every stage reads from the one before it; other edges only add waiting."""
+        is_chain = self.edges is None or set(chain(self.num_stages)) <= set(self.edges)
+        if self.costs is None or not is_chain or not any(self.spans):
+            return Bounds(0.0, 0.0)
+        last = max(span.action.microbatch for row in self.spans for span in row)
+        return lower_bounds(self.placement, last + 1, self.costs, self.peak_activations)
+
     def save(self, path: str | Path) -> None:
         """Draw it as the suffix says: .svg, .html, or .json for ui.perfetto.dev."""
         from stageline.report.files import save  # noqa: PLC0415  most need no picture
 
         save(self, path)
+
+    def __repr__(self) -> str:
+        sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
+        return f"Timeline({self.name!r}, {sizes}, makespan={self.makespan:g})"
 
     def __str__(self) -> str:
         """A row for each rank; as wide as the terminal, if it is printed to one."""

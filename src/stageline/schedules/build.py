@@ -26,11 +26,12 @@ from stageline.schedules.search.search import search_schedule
 
 
 class Family(NamedTuple):
-    """How a schedule is built, which options it takes, and what it is in a line."""
+    """How a schedule is built, what it is in a line, and which options it takes."""
 
     build: Callable[..., Schedule]
     summary: str
     options: tuple[str, ...] = ()
+    chunks: int = 1  # that a rank holds, if nothing is said
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
@@ -51,23 +52,24 @@ def zbv_for_costs(num_ranks: int, num_microbatches: int, **options: Any) -> Sche
 
 
 SEARCHED = ("costs", "memory_limit", "time_budget", "seed")
+CHUNKS = ("chunks_per_rank",)
 FAMILIES = {
     "naive": Family(naive, "one micro-batch at a time, no pipelining"),
     "gpipe": Family(gpipe, "all forwards, then all backwards"),
     "1f1b": Family(one_f_one_b, "PipeDream-Flush: one forward, one backward"),
     "interleaved_1f1b": Family(
-        interleaved_1f1b, "Megatron-LM: 1F1B over several chunks", ("chunks_per_rank", "group_size")
+        interleaved_1f1b, "Megatron-LM: 1F1B over several chunks", (*CHUNKS, "group_size"), 2
     ),
-    "looped_bfs": Family(looped_bfs, "breadth-first over several chunks", ("chunks_per_rank",)),
+    "looped_bfs": Family(looped_bfs, "breadth-first over several chunks", CHUNKS, 2),
     "zb_h1": Family(zb_h1, "zero bubble with the memory of 1F1B"),
     "zb_h2": Family(zb_h2, "zero bubble with twice that memory"),
-    "zb_1p": Family(zb_1p, "searched, for p activations", SEARCHED),
-    "zb_2p": Family(zb_2p, "searched, for 2p activations", SEARCHED),
-    "zbv": Family(zbv_for_costs, "zero bubble in a V; searched if costs are given", SEARCHED),
-    "v_half": Family(v_half, "a V with half of the memory"),
-    "v_min": Family(v_min, "a V with a third of the memory"),
-    "dualpipe_v": Family(dualpipe_v, "DeepSeek's DualPipe, cut in half"),
-    "hanayo": Family(hanayo, "1F1B in waves", ("chunks_per_rank",)),
+    "zb_1p": Family(zb_1p, "zero bubble searched for costs, p activations", SEARCHED),
+    "zb_2p": Family(zb_2p, "zero bubble searched for costs, 2p activations", SEARCHED),
+    "zbv": Family(zbv_for_costs, "zero bubble in a V; searched if costs are given", SEARCHED, 2),
+    "v_half": Family(v_half, "a V with half of the memory", chunks=2),
+    "v_min": Family(v_min, "a V with a third of the memory", chunks=2),
+    "dualpipe_v": Family(dualpipe_v, "DeepSeek's DualPipe, cut in half", chunks=2),
+    "hanayo": Family(hanayo, "1F1B in waves", CHUNKS, 2),
 }
 
 

@@ -29,11 +29,17 @@ def check(work: Schedule | Program) -> None:
     rank 0 │  0F0   0B0
     rank 1 │ >1B0< >1F0<
     """
+    if JUDGED in work.__dict__:
+        return
     if isinstance(work, Program):
         check(work.schedule)
         enforce(PROGRAM_RULES, ProgramFacts(work), work.actions)
     else:
         enforce(RULES, Facts(work), work.actions)
+    work.__dict__[JUDGED] = True
+
+
+JUDGED = "is_judged"  # a value never changes: one that passed once is not judged again
 
 
 @dataclass(frozen=True)

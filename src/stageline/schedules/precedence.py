@@ -43,33 +43,31 @@ PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 def waits_of(
     numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
 ) -> Waits:
-    """F waits for the values it reads, I for the gradients of what it wrote, W for its own I."""
-    sources: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
-    readers: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
+    """F waits for the values it reads, I for the gradients of what it wrote, W for its own I.
+
+    An I whose stage has readers need not wait for its own F: the readers' F did.
+    """
+    stages = range(numbering.num_stages)
+    values: list[list[tuple[int, float]]] = [[] for _ in stages]
+    gradients: list[list[tuple[int, float]]] = [[] for _ in stages]
     for writer, reader in edges:
-        time = delay(writer, reader)
-        sources[reader].append((numbering.row(Kind.F, writer), time))
-        readers[writer].append((numbering.row(Kind.I, reader), time))
-    waits: list[tuple[tuple[int, float], ...]] = []
-    for rows in sources:
-        waits += _rows(numbering, rows)
-    for stage, rows in enumerate(readers):
-        waits += _rows(numbering, [*rows, (numbering.row(Kind.F, stage), 0.0)])
-    for stage in range(numbering.num_stages):
-        waits += _rows(numbering, [(numbering.row(Kind.I, stage), 0.0)])
-    return waits
+        values[reader].append((numbering.row(Kind.F, writer), delay(writer, reader)))
+        gradients[writer].append((numbering.row(Kind.I, reader), delay(reader, writer)))
+    own_forwards = [[(numbering.row(Kind.F, stage), 0.0)] for stage in stages]
+    own_inputs = [[(numbering.row(Kind.I, stage), 0.0)] for stage in stages]
+    needed = [*values, *(g or f for g, f in zip(gradients, own_forwards, strict=True)), *own_inputs]
+    return [wait for firsts in needed for wait in _by_microbatch(firsts, numbering)]
 
 
-def _rows(
-    numbering: Numbering, firsts: list[tuple[int, float]]
+def _by_microbatch(
+    firsts: list[tuple[int, float]], numbering: Numbering
 ) -> list[tuple[tuple[int, float], ...]]:
-    if len(firsts) == 1:
+    """The waits of micro-batch 0, and the same for all others."""
+    if len(firsts) == 1:  # nine in ten are; a tuple made from a generator takes three times as long
         ((first, time),) = firsts
         return [((first + i, time),) for i in range(numbering.num_microbatches)]
-    return [
-        tuple((first + i, time) for first, time in firsts)
-        for i in range(numbering.num_microbatches)
-    ]
+    shifts = range(numbering.num_microbatches)
+    return [tuple((first + i, time) for first, time in firsts) for i in shifts]
 
 
 class Run(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 from stageline.errors import ScheduleError
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.grid import grid
 from stageline.schedules.placement import Placement
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -47,6 +48,14 @@ class Schedule:
 
     def to_csv(self, path: str | Path) -> None:
         Path(path).write_text(csv.render(self.actions), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
+        return f"Schedule({self.name!r}, {sizes}, num_microbatches={self.num_microbatches})"
+
+    def __str__(self) -> str:
+        """A row for each rank."""
+        return grid(self.actions)
 
     @property
     def num_ranks(self) -> int:

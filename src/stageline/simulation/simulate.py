@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stageline.costs import Costs
-from stageline.report.timeline import Level, Span, Timeline, Transfer
+from stageline.report.spans import Span, Spans, Transfer
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import COMPUTE, Action, Kind
-from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
 from stageline.schedules.lower import lower
@@ -15,9 +15,6 @@ from stageline.schedules.precedence import Numbering, Run, run_lanes, waits_of
 from stageline.schedules.program import TWIN, Program, Tasks, program_tasks
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.times import Times
-from stageline.simulation.memory import memory_curves
-
-Spans = tuple[tuple[Span, ...], ...]
 
 
 def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
@@ -36,47 +33,29 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     if isinstance(work, Schedule) and any(costs.per_stage("message", work.num_stages)):
         work = lower(work)  # messages that queue for a link have to be written out
     times = Times(costs, work.placement)
-    if isinstance(work, Program):
-        spans, transfers = _run_program(work, times)
-    else:
-        spans, transfers = _run_schedule(work, times)
-    memory = memory_curves(spans, work.placement, costs)
-    bounds = _bounds(work, costs, memory)
-    return Timeline(spans, work.placement, memory, transfers, work.name, *bounds)
+    if isinstance(work, Schedule):
+        return Timeline(_run_schedule(work, times), work.placement, costs, name=work.name)
+    spans, sent = _run_program(work, times)
+    return Timeline(spans, work.placement, costs, work.edges, sent, work.name)
 
 
-def _run_schedule(schedule: Schedule, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
+def _run_schedule(schedule: Schedule, times: Times) -> Spans:
     numbering = Numbering(schedule.num_stages, schedule.num_microbatches)
     lanes = [numbering.lane(row) for row in schedule.actions]
     durations = [0.0] * numbering.num_tasks
     for row, lane in zip(schedule.actions, lanes, strict=True):
         for (stage, kind, _, _), task in zip(row, lane, strict=True):
             durations[task] = times.durations[kind][stage]
-    run = run_lanes(
-        lanes, durations, waits_of(numbering, chain(schedule.num_stages), times.latency)
-    )
-    return _spans(schedule.actions, lanes, run), tuple(_transfers(schedule, numbering, times, run))
+    waits = waits_of(numbering, chain(schedule.num_stages), times.latency)
+    return _spans(schedule.actions, lanes, run_lanes(lanes, durations, waits))
 
 
 def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: Run) -> Spans:
     starts, ends = run.starts, run.ends
     return tuple(
         tuple([Span(a, starts[task], ends[task]) for a, task in zip(row, lane, strict=True)])
-        for row, lane in zip(rows, lanes, strict=False)
+        for row, lane in zip(rows, lanes, strict=True)
     )
-
-
-def _transfers(
-    schedule: Schedule, numbering: Numbering, times: Times, run: Run
-) -> Iterator[Transfer]:
-    for below, above in chain(schedule.num_stages):
-        for kind, source, target in ((Kind.F, below, above), (Kind.I, above, below)):
-            send, home = (Kind.SEND_F if kind is Kind.F else Kind.SEND_B), schedule.placement
-            if home[source] != home[target]:
-                first, latency = numbering.row(kind, source), times.latency(source, target)
-                for i, end in enumerate(run.ends[first : first + numbering.num_microbatches]):
-                    message = Action(source, send, i, target)
-                    yield Transfer(home[source], home[target], message, end, end + latency)
 
 
 def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
@@ -108,14 +87,3 @@ def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[flo
         else:
             durations[number] = times.reduction(action.stage)
     return durations
-
-
-def _bounds(
-    work: Schedule | Program, costs: Costs, memory: tuple[tuple[Level, ...], ...]
-) -> Bounds:
-    """Bounds hold where every stage reads from the one before it; more edges only add waiting."""
-    schedule = work.schedule if isinstance(work, Program) else work
-    if isinstance(work, Program) and not {*chain(schedule.num_stages)} <= {*work.edges}:
-        return Bounds(0.0, 0.0)
-    limits = [max(level.activations for level in row) for row in memory]
-    return lower_bounds(schedule.placement, schedule.num_microbatches, costs, limits)

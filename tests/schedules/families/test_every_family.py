@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import ScheduleError
-from stageline.report.timeline import Span
+from stageline.report.spans import Span
 from stageline.schedules.action import Kind
 from stageline.schedules.check import check
 from stageline.schedules.families.dualpipe_v import dualpipe_v

@@ -11,11 +11,9 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-TASKS_PER_SECOND = (
-    250_000  # a cautious figure: one core of a small machine times 300,000 to 500,000
-)
-NUM_ORDERS = 150  # without a time budget: as much as so many whole orders cost ...
-MOST_SECONDS = 10.0  # ... but not more than this
+TASKS_PER_SECOND = 500_000  # timed by one core of a small machine, and that with caution
+NUM_TIMINGS = 700  # without a time budget: as much as timing so many orders costs ...
+MOST_SECONDS = 8.0  # ... but not more than this
 SILENT_SECONDS = 1.0
 
 
@@ -32,8 +30,8 @@ class Budget:
     def of(tasks_per_order: int, time_budget: float | None) -> Budget:
         if time_budget is not None:
             return Budget(time_budget * TASKS_PER_SECOND, time_budget)
-        num_tasks = min(NUM_ORDERS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND)
-        return Budget(num_tasks, 1.5 * MOST_SECONDS)
+        num_tasks = min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND)
+        return Budget(num_tasks, 2 * MOST_SECONDS)
 
     @property
     def is_spent(self) -> bool:

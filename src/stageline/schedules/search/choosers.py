@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from stageline.schedules.action import Kind
 from stageline.schedules.search.problem import Lanes, Problem
-from stageline.schedules.search.walk import NOTHING, Chooser, Walk
+from stageline.schedules.search.walk import HELD, NOTHING, Chooser, Walk
 
 
 def follow(problem: Problem, lanes: Lanes) -> Chooser:
     """The order of F and I in `lanes`; only the W are placed anew."""
     num_forwards = problem.num_stages * problem.num_microbatches
     orders = [[task for task in lane if task < 2 * num_forwards] for lane in lanes]
-    takes = problem.takes
+    takes, instant = problem.takes, problem.instant
 
     def choose(state: Walk, rank: int, now: float) -> tuple[int, float]:
         position = len(state.lanes[rank]) - state.num_weights[rank]
@@ -24,7 +24,7 @@ def follow(problem: Problem, lanes: Lanes) -> Chooser:
         if not state.fits(rank, takes[task]):
             return NOTHING, inf
         arrival = state.arrivals[task]
-        return (task, now) if arrival <= now else (NOTHING, arrival)
+        return (task, now) if arrival <= now + instant else (NOTHING, arrival)
 
     return choose
 
@@ -69,12 +69,12 @@ def by_policy(problem: Problem, policy: Policy) -> Chooser:
             if not is_input and not may_start(state, rank, stage, task):
                 continue
             arrival = state.arrivals[task]
-            if arrival > now:
+            if arrival > now + problem.instant:
                 soonest = min(soonest, arrival)
             elif is_input or not is_held(state, rank, task, soonest - now):
                 return task, now
             else:
-                return NOTHING, soonest
+                return HELD, soonest
         return NOTHING, soonest
 
     return choose

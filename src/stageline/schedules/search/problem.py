@@ -103,6 +103,11 @@ class Problem:
         return waits_of(self.numbering, chain(self.num_stages), self.times.whole_way)
 
     @cached_property
+    def instant(self) -> float:
+        """Too short to matter: times that should be equal differ by less, from rounding."""
+        return 1e-9 * max(self.durations, default=0.0)
+
+    @cached_property
     def activation(self) -> tuple[float, ...]:
         return self.costs.per_stage("activation", self.num_stages)
 
@@ -166,7 +171,17 @@ class Candidate:
         return self.ends[lane[-1]] - self.starts[lane[0]]
 
     @cached_property
-    def score(self) -> tuple[float, float]:
-        """The smaller the better; among equal spans, the one whose F and I end sooner."""
+    def score(self) -> tuple[float, float, float]:
+        """The smaller the better: span, then makespan, then how late all F and I end."""
         num_forwards_and_inputs = len(self.ends) * 2 // 3
-        return self.span, sum(self.ends[:num_forwards_and_inputs])
+        late = sum(self.ends[:num_forwards_and_inputs])
+        return _ten_digits(self.span), _ten_digits(max(self.ends)), late
+
+    def reaches(self, bounds: Bounds) -> bool:
+        """Whether it is proven that no order is better."""
+        return self.score[:2] <= (_ten_digits(bounds.span), _ten_digits(bounds.makespan))
+
+
+def _ten_digits(value: float) -> float:
+    """Equal sums of times differ in their last digits by the order of adding."""
+    return float(f"{value:.10g}")

@@ -81,37 +81,39 @@ class Way(NamedTuple):
 
 
 PROFILES = tuple(product((0.5, 0.0, 0.2, 1.0), (0.0, 0.2, 0.5, 1.0)))
-HOLDS = (0.25, 0.5, 1.0, 0.75, 0.0)
+HOLDS = ((0.5, True), (0.25, True), (1.0, True), (0.25, False))  # and whether in fill only
 NUM_REFINED = 3
+WALK_COST = 5  # a walk takes five times as long as timing the order that it leads to
 
 
 def _search(problem: Problem, budget: Budget, rng: random.Random) -> Candidate:
     """Every way once, the best with every profile, small moves on those, then chance."""
     pool = [Candidate.of(problem, _one_at_a_time(problem))]
 
-    def best() -> Candidate:
-        return min(pool, key=lambda candidate: candidate.score)
-
-    def proven() -> bool:
-        return best().span <= problem.bounds.span * (1 + 1e-12)
+    def is_over() -> bool:
+        return budget.is_spent or _best(pool).reaches(problem.bounds)
 
     for way in _first_ways(problem):
-        if budget.is_spent or proven():
-            return best()
-        pool += _candidates(problem, way, budget)
-    pool = sorted(pool, key=lambda candidate: candidate.score)[:NUM_REFINED]
-    for leader, profile in product(list(pool), PROFILES):
-        if budget.is_spent or proven():
-            return best()
-        pool += _candidates(problem, Way(follow(problem, leader.lanes), profile), budget)
-    pool = [
-        improve(problem, candidate, budget.may_spend)
-        for candidate in sorted(pool, key=lambda candidate: candidate.score)[:NUM_REFINED]
-    ]
-    while not budget.is_spent and not proven():
-        found = _candidates(problem, _random_way(problem, best(), rng), budget)
-        pool = [best()] + [improve(problem, candidate, budget.may_spend) for candidate in found]
-    return best()
+        if not is_over():
+            pool += _candidates(problem, way, budget)
+    leaders = sorted(pool, key=_score)[:NUM_REFINED]
+    for leader, profile in product(leaders, PROFILES):
+        if not is_over():
+            pool += _candidates(problem, Way(follow(problem, leader.lanes), profile), budget)
+    leaders = sorted(pool, key=_score)[:NUM_REFINED]
+    pool = [improve(problem, leader, budget.may_spend) for leader in leaders]
+    while not is_over() and _best(pool).span > problem.bounds.span:
+        found = _candidates(problem, _random_way(problem, _best(pool), rng), budget)
+        pool = [_best(pool)] + [improve(problem, one, budget.may_spend) for one in found]
+    return _best(pool)
+
+
+def _best(pool: list[Candidate]) -> Candidate:
+    return min(pool, key=_score)
+
+
+def _score(candidate: Candidate) -> tuple[float, float, float]:
+    return candidate.score
 
 
 def _candidates(problem: Problem, way: Way, budget: Budget) -> list[Candidate]:
@@ -119,7 +121,7 @@ def _candidates(problem: Problem, way: Way, budget: Budget) -> list[Candidate]:
     first, last = way.eagerness
     steps = max(1, problem.num_ranks - 1)
     eagerness = [first + (last - first) * rank / steps for rank in range(problem.num_ranks)]
-    budget.may_spend(problem.num_tasks)
+    budget.may_spend(WALK_COST * problem.num_tasks)
     lanes = walk(problem, way.choose, eagerness)
     return [Candidate.of(problem, lanes)] if lanes else []
 
@@ -128,7 +130,7 @@ def _first_ways(problem: Problem) -> Iterator[Way]:
     for shape in _shapes(problem):
         yield Way(follow(problem, shape))
         yield Way(follow(problem, shape), (0.2, 0.0))
-    for hold, fill_only, prefer in product(HOLDS, (True, False), PREFERENCES):
+    for (hold, fill_only), prefer in product(HOLDS, PREFERENCES):
         if prefer == "turns" and problem.num_stages == problem.num_ranks:
             continue  # with one chunk there are no turns to take
         choose = by_policy(problem, Policy(prefer, hold, fill_only))

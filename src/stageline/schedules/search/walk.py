@@ -15,7 +15,8 @@ from stageline.schedules.action import Kind
 from stageline.schedules.search.problem import ROUNDING, Lanes, Problem
 
 NOTHING = -1
-# For a rank that is free now: the F or I that it runs, or NOTHING and when the next may arrive.
+HELD = -2  # an F is there, but makes way for what arrives
+# For a rank that is free now: the F or I that it runs, or NOTHING or HELD and the next arrival.
 Chooser = Callable[["Walk", int, float], tuple[int, float]]
 
 
@@ -64,9 +65,10 @@ def walk(problem: Problem, choose: Chooser, eagerness: Sequence[float]) -> Lanes
         if now < free[rank]:
             continue
         task, arrival = choose(state, rank, now)
-        if task == NOTHING:
+        if task < 0:
+            share = 1.0 if task == HELD else 1 - eagerness[rank]
             task = state.next_weight(rank)
-            if task == NOTHING or arrival - now < (1 - eagerness[rank]) * durations[task]:
+            if task == NOTHING or arrival - now < share * durations[task]:
                 if arrival < inf:
                     heappush(events, (arrival, rank))
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stageline.costs import Costs
-from stageline.report.timeline import Level, Span
+from stageline.report.spans import Level, Span
 from stageline.schedules.action import Kind
 from stageline.schedules.placement import Placement
 

@@ -1,0 +1,38 @@
+# make demo   set up and show what there is        make test   set up and check everything
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/stageline demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+# Tables and pictures of benchmarks/, a few minutes; nothing else should run meanwhile.
+bench: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/zero_bubble_rates.py
+	$(BIN)/python benchmarks/speed.py
+
+clean:
+	rm -rf $(VENV) demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The stamps: what is installed is installed again only when its list has changed.
+$(VENV)/created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	@echo "installing into $(VENV): a minute or two, most of it PyTorch"
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@

@@ -1,0 +1,335 @@
+"""The `stageline` command: draw and simulate schedules, without importing torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stageline.costs import Costs, Link
+from stageline.errors import CostsError, ReportError, StagelineError
+from stageline.report.files import check_suffix
+from stageline.report.summary import number, percent
+from stageline.report.timeline import Timeline
+from stageline.schedules.build import FAMILIES, build_schedule
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Pipeline-parallel training: every schedule checked, simulated and drawn before it runs.",
+)
+BAD_INPUT = 2  # the exit code of a command that was asked for something impossible
+FAMILY_LIST = "\n\n".join(f"[b]{name}[/b]  {family.summary}" for name, family in FAMILIES.items())
+
+Sched = Annotated[str, typer.Argument(help="A name from the list below, or a CSV file.")]
+Scheds = Annotated[list[str], typer.Argument(help="Names, CSV files, or [b]all[/b].")]
+Ranks = Annotated[int, typer.Option("--ranks", "-p", help="Number of ranks.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Per mini-batch.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", "-v", help="Stages held by each rank.")]
+Group = Annotated[int | None, typer.Option("--group-size", help="For interleaved_1f1b.")]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory-limit", help="For searched schedules: micro-batches, or e.g. 22GiB."),
+]
+Budget = Annotated[float | None, typer.Option("--time-budget", help="Seconds to search for.")]
+CostsFile = Annotated[
+    Path | None, typer.Option("--costs", help="JSON file with fields of sl.Costs.")
+]
+PerRank = Annotated[
+    str | None,
+    typer.Option(
+        help="For a rank's whole share of the model, or a list, one per stage: 1,1.2,0.9."
+    ),
+]
+Save = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="Write .svg, .html, .json (Perfetto) or .csv; repeatable."),
+]
+
+
+@app.command(epilog=FAMILY_LIST)
+def draw(
+    schedule: Sched,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    group_size: Group = None,
+    memory_limit: Memory = None,
+    time_budget: Budget = None,
+    forward: PerRank = None,
+    input_grad: PerRank = None,
+    weight_grad: PerRank = None,
+    transfer: PerRank = None,
+    activation: PerRank = None,
+    retained: PerRank = None,
+    costs: CostsFile = None,
+    save: Save = None,
+) -> None:
+    """Draw a schedule as a grid of ranks and time, and as pictures in files.
+
+    [dim]stageline draw zbv -p 8 -m 24 --weight-grad 0.6 --save zbv.svg --save zbv.csv[/dim]
+    """
+    times = (forward, input_grad, weight_grad, transfer, activation, retained)
+    options = _options(chunks, group_size, memory_limit, time_budget)
+    request = Request(ranks, microbatches, options, _file_costs(costs), _given_costs(times))
+    _check_suffixes(save or [])
+    built, timeline = request.run(schedule)
+    _print_grid(timeline)
+    _save(save or [], built, timeline)
+
+
+@app.command("simulate", epilog=FAMILY_LIST)
+def simulate_schedules(
+    schedules: Scheds,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    group_size: Group = None,
+    memory_limit: Memory = None,
+    time_budget: Budget = None,
+    forward: PerRank = None,
+    input_grad: PerRank = None,
+    weight_grad: PerRank = None,
+    transfer: PerRank = None,
+    activation: PerRank = None,
+    retained: PerRank = None,
+    costs: CostsFile = None,
+    save: Save = None,
+) -> None:
+    """Compare schedules: time, bubbles and memory, and how far from the best possible.
+
+    [dim]stageline simulate 1f1b zb_h1 zbv -p 8 -m 24 --forward 1.1 --transfer 0.05[/dim]
+
+    Of several schedules, each takes the options that it knows; what cannot be built is said why.
+    """
+    times = (forward, input_grad, weight_grad, transfer, activation, retained)
+    options = _options(chunks, group_size, memory_limit, time_budget)
+    request = Request(ranks, microbatches, options, _file_costs(costs), _given_costs(times))
+    names = list(FAMILIES) if schedules == ["all"] else schedules
+    if len(names) > 1:
+        if save:
+            raise ReportError(f"--save was given with {len(names)} schedules: give one schedule")
+        _compare(names, request)
+        return
+    _check_suffixes(save or [])
+    built, timeline = request.run(names[0])
+    _print(_comparison([timeline]), "", _rank_table(timeline))
+    _save(save or [], built, timeline)
+
+
+@app.command()
+def demo(folder: Annotated[Path, typer.Argument(help="Where pictures go.")] = Path("demo")) -> None:
+    """Draw 1F1B, compare all schedules for one model, and save pictures of the best.
+
+    [dim]stageline demo[/dim]
+    """
+    _print("1F1B on 4 ranks, 8 micro-batches:")
+    _print_grid(Request(4, 8).run("1f1b")[1])
+    given = {"weight_grad": 0.65, "transfer": 0.05, "retained": 0.4}
+    request = Request(8, 24, given=given)
+    _print("", "All schedules on 8 ranks, 24 micro-batches; a weight gradient takes 0.65 forwards:")
+    _compare(list(FAMILIES), request)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"zbv{suffix}" for suffix in (".svg", ".html", ".json", ".csv")]
+    _save(paths, *request.run("zbv"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for, apart from the schedule."""
+
+    ranks: int
+    microbatches: int
+    options: dict[str, Any] = field(default_factory=dict)
+    in_file: dict[str, Any] | None = None  # costs, taken as they are
+    given: dict[str, Any] = field(default_factory=dict)  # costs; a number is for a whole rank
+
+    def run(self, name: str) -> tuple[Schedule, Timeline]:
+        if name.endswith(".csv"):
+            schedule = Schedule.from_csv(name)
+            costs = self.costs(schedule.num_stages // schedule.num_ranks)
+        else:
+            known = FAMILIES.get(name)
+            costs = self.costs(
+                self.options.get("chunks_per_rank") or (known.chunks if known else 1)
+            )
+            schedule = build_schedule(
+                name,
+                num_ranks=self.ranks,
+                num_microbatches=self.microbatches,
+                costs=costs if known and "costs" in known.options else None,
+                **self.options,
+            )
+        return schedule, simulate(schedule, costs)
+
+    def costs(self, chunks: int) -> Costs:
+        """A rank's share is split evenly over its chunks, so that schedules can be compared."""
+        if self.in_file is not None:
+            return Costs(**self.in_file | self.given)
+        shares: dict[str, Any] = dict.fromkeys(SHARED, 1.0) | self.given
+        if "retained" not in shares:
+            shares["retained"] = shares["activation"]
+        for name, value in shares.items():
+            if name != "transfer" and not isinstance(value, list):
+                shares[name] = value / chunks
+        return Costs(**shares)
+
+
+SHARED = ("forward", "input_grad", "weight_grad", "activation")  # by the chunks of a rank
+GIVEN = (*SHARED[:3], "transfer", "activation", "retained")
+
+
+def _options(
+    chunks: int | None, group_size: int | None, memory_limit: str | None, time_budget: float | None
+) -> dict[str, Any]:
+    """What was given, by the names of `build_schedule`."""
+    limit = None if memory_limit is None else _number_or_text(memory_limit)
+    given = {"chunks_per_rank": chunks, "group_size": group_size, "memory_limit": limit}
+    given["time_budget"] = time_budget
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _given_costs(texts: tuple[str | None, ...]) -> dict[str, float | list[float]]:
+    pairs = zip(GIVEN, texts, strict=True)
+    return {name: _per_stage(name, text) for name, text in pairs if text is not None}
+
+
+def _per_stage(name: str, text: str) -> float | list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        option = "--" + name.replace("_", "-")
+        raise CostsError(
+            f"{option} is {text!r}, but has to be a number, or one per stage"
+        ) from error
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _file_costs(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CostsError(f"{path} is not JSON ({error}), but costs are a JSON object") from error
+    if not isinstance(values, dict):
+        raise CostsError(f"{path} holds {type(values).__name__}, but costs are a JSON object")
+    unknown = sorted(set(values) - set(Costs.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(Costs.__dataclass_fields__)
+        raise CostsError(f"{path} has {', '.join(unknown)}, but costs are {known}")
+    if isinstance(values.get("links"), dict):
+        values["links"] = _link(path, values["links"])
+    return values
+
+
+def _link(path: Path, values: dict[str, Any]) -> Link:
+    try:
+        return Link(**{name: float(value) for name, value in values.items()})
+    except (TypeError, ValueError) as error:
+        message = f"{path} has links {values}, but a link is a latency and a bandwidth"
+        raise CostsError(message) from error
+
+
+def _compare(names: list[str], request: Request) -> None:
+    """A row for each schedule; each takes the options that it knows."""
+    timelines, refusals = [], []
+    for name in names:
+        taken = FAMILIES[name].options if name in FAMILIES else ()
+        options = {option: value for option, value in request.options.items() if option in taken}
+        try:
+            timelines.append(replace(request, options=options).run(name)[1])
+        except StagelineError as error:
+            refusals.append(f"[dim]{name}: {error}[/dim]")
+    _print(_comparison(timelines), *refusals)
+
+
+def _comparison(timelines: list[Timeline]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("schedule")
+    columns = ("makespan", "at best", "step bubble", "span bubble", "peak activations")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for timeline in timelines:
+        table.add_row(
+            timeline.name,
+            number(timeline.makespan),
+            number(timeline.lower_bound),
+            percent(timeline.step_bubble),
+            percent(timeline.span_bubble),
+            number(max(timeline.peak_activations)),
+        )
+    return table
+
+
+def _rank_table(timeline: Timeline) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", "busy", "span", "peak activations", "peak memory"):
+        table.add_column(column, justify="right")
+    rows = zip(
+        timeline.busy,
+        timeline.rank_spans,
+        timeline.peak_activations,
+        timeline.peak_memory,
+        strict=True,
+    )
+    for rank, row in enumerate(rows):
+        table.add_row(str(rank), *map(number, row))
+    return table
+
+
+def _print(*parts: Any) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for part in parts:
+        console.print(part, highlight=False)
+
+
+def _print_grid(timeline: Timeline) -> None:
+    if sys.stdout.isatty():
+        from stageline.report.terminal import coloured  # noqa: PLC0415  not needed in a pipe
+
+        _print(coloured(timeline, Console().width))
+    else:
+        typer.echo(str(timeline))
+
+
+def _check_suffixes(paths: list[Path]) -> None:
+    """Before a search that may take a while, not after it."""
+    for path in paths:
+        if path.suffix != ".csv":
+            check_suffix(path)
+
+
+def _save(paths: list[Path], schedule: Schedule, timeline: Timeline) -> None:
+    for path in paths:
+        if path.suffix == ".csv":
+            schedule.to_csv(path)
+        else:
+            timeline.save(path)
+        typer.echo(f"wrote {path}", err=True)
+
+
+def main() -> None:
+    """The command, with mistakes told in a line and no traceback."""
+    try:
+        app()
+    except (StagelineError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(BAD_INPUT) from None

@@ -1,0 +1,265 @@
+"""For every rule a work that breaks just that rule, and what its error says and shows."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from stageline.errors import ScheduleError
+from stageline.schedules import csv
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.build import build_schedule, schedule_names
+from stageline.schedules.check import RULES, Facts, check
+from stageline.schedules.edges import Edge, chain
+from stageline.schedules.lower import lower
+from stageline.schedules.program import Program
+from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.schedule import Schedule
+
+SIZES = [(1, 2), (2, 4), (3, 7), (4, 8)]
+
+
+def program(*rows: str, edges: tuple[Edge, ...] | None = None) -> Program:
+    """One string per rank, as for a schedule, with everything else written out as well."""
+    actions = tuple(tuple(csv.parse_cells(row.split(), rank)) for rank, row in enumerate(rows))
+    placement = Schedule.from_text(*rows).placement
+    return Program(actions, placement, chain(len(placement)) if edges is None else edges)
+
+
+class Broken(NamedTuple):
+    """A work that breaks one rule, the first line of its error, and the cells that are marked."""
+
+    work: Schedule | Program
+    message: str
+    marked: tuple[str, ...]
+
+
+BROKEN = {
+    "only compute": Broken(
+        Schedule.from_text("0F0 0SEND_F0 0B0", "1F0 1B0"),
+        "0SEND_F0 does not compute, but a schedule holds only F, I, W and B: leave it to lower()",
+        ("0SEND_F0",),
+    ),
+    "known stages and micro-batches": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 1B0 7B0"),
+        "7B0 is out of range, but stages run from 0 to 2 - 1, micro-batches from 0",
+        ("7B0",),
+    ),
+    "every rank holds a stage": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 1B0", ""),
+        "rank 2 holds no stage: place one there, or use fewer ranks",
+        (),
+    ),
+    "on its own rank": Broken(
+        Schedule.from_text("0F0 0B0 1B0", "1F0"),
+        "1B0 stands on rank 0, but its stage is placed on rank 1: move it there",
+        ("1B0",),
+    ),
+    "once": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 2F0 2F0 2B0 1B0"),
+        "2F0 runs more than once: keep one of them",
+        ("2F0", "2F0"),
+    ),
+    "whole or in halves": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 1B0 1W0"),
+        "1B0 and 1W0 both run, but B is I and W in one: keep B, or I with W",
+        ("1B0", "1W0"),
+    ),
+    "every forward": Broken(
+        Schedule.from_text("0F0 0F1 0B0 0B1", "1F0 1B0 1B1"), "1F1 is missing: add it", ("1B1",)
+    ),
+    "every gradient": Broken(
+        Schedule.from_text("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1W1"),
+        "1I1 is missing, and so is 1B1: add one of them",
+        ("1W1",),
+    ),
+    "activations are released": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 1I0"),
+        "1W0 is missing, so its activation is never released: add it",
+        ("1I0",),
+    ),
+    "forward before its gradient": Broken(
+        Schedule.from_text("0F0 0B0", "1I0 1F0 1W0"),
+        "1I0 comes before 1F0, which it needs: swap them",
+        ("1I0", "1F0"),
+    ),
+    "forward before its backward": Broken(
+        Schedule.from_text("0F0 0B0", "1B0 1F0"),
+        "1B0 comes before 1F0, which it needs: swap them",
+        ("1B0", "1F0"),
+    ),
+    "input before weights": Broken(
+        Schedule.from_text("0F0 0B0", "1F0 1W0 1I0"),
+        "1W0 comes before 1I0, which it needs: swap them",
+        ("1W0", "1I0"),
+    ),
+    "no deadlock": Broken(
+        Schedule.from_text("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
+        "ranks 0, 1 wait for each other: 0B0 for 1B0, 1F1 for 0F1",
+        ("0B0", "1F1"),
+    ),
+}
+
+FIRST_RANK = "0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP"
+LAST_RANK = "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP"
+PROGRAM_BROKEN = {
+    "only what edges call for": Broken(
+        program(FIRST_RANK, "1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP"),
+        "1SEND_F0 belongs to no edge: remove it",
+        ("1SEND_F0",),
+    ),
+    "every message, reduction and step": Broken(
+        program("0F0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP", LAST_RANK), "0RECV_B0 is missing: add it", ()
+    ),
+    "once": Broken(
+        program(FIRST_RANK, "1RECV_F0 1F0 1B0 1SEND_B0 1SEND_B0 1REDUCE_GRAD 1STEP"),
+        "1SEND_B0 stands there more than once: keep one of them",
+        ("1SEND_B0", "1SEND_B0"),
+    ),
+    "on its own rank": Broken(
+        program(f"1REDUCE_GRAD {FIRST_RANK}", "1RECV_F0 1F0 1B0 1SEND_B0 1STEP"),
+        "1REDUCE_GRAD stands on rank 0, but its stage is placed on rank 1: move it there",
+        ("1REDUCE_GRAD",),
+    ),
+    "sent when made": Broken(
+        program("0RECV_B0 0SEND_F0 0F0 0B0 0REDUCE_GRAD 0STEP", LAST_RANK),
+        "0SEND_F0 comes before 0F0, which makes it: swap them",
+        ("0SEND_F0", "0F0"),
+    ),
+    "asked for before it is used": Broken(
+        program("0F0 0SEND_F0 0B0 0RECV_B0 0REDUCE_GRAD 0STEP", LAST_RANK),
+        "0RECV_B0 comes after 0B0, which needs it: swap them",
+        ("0B0", "0RECV_B0"),
+    ),
+    "received in the order sent": Broken(
+        program(
+            "0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1 0REDUCE_GRAD 0STEP",
+            "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
+        ),
+        "1RECV_F1 is asked for before messages sent earlier than 0SEND_F1: ask in the order of "
+        "sends",
+        ("1RECV_F1", "1RECV_F0"),
+    ),
+    "reduced when complete": Broken(
+        program("0F0 0RECV_B0 0SEND_F0 0REDUCE_GRAD 0B0 0STEP", LAST_RANK),
+        "0B0 comes after 0REDUCE_GRAD, which sums it over replicas: move the reduction back",
+        ("0B0",),
+    ),
+    "nothing after the end": Broken(
+        program("0F0 0RECV_B0 0SEND_F0 0B0 0STEP 0REDUCE_GRAD", LAST_RANK),
+        "0REDUCE_GRAD comes after 0STEP, the end of its stage: move it forward",
+        ("0REDUCE_GRAD",),
+    ),
+    "no deadlock, buffered sends": Broken(
+        program("0F0 0RECV_B0 0B0 0SEND_F0 0REDUCE_GRAD 0STEP", LAST_RANK),
+        "ranks 0, 1 wait for each other: 0B0 for 1SEND_B0, 1F0 for 0SEND_F0",
+        ("0B0", "1F0"),
+    ),
+    "no deadlock, rendezvous sends": Broken(
+        program(
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0STEP",
+            "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
+        ),
+        "ranks 0, 1 wait for each other if sends wait for receives: "
+        "0SEND_F1 for 1RECV_F1, 1SEND_B0 for 0RECV_B0",
+        ("0SEND_F1", "1SEND_B0"),
+    ),
+}
+CRASHES = {  # rules.waiting_for_each_other follows a wait into the lane of a message: IndexError
+    "no deadlock, buffered sends": pytest.mark.xfail(strict=True, raises=IndexError)
+}
+every_broken = pytest.mark.parametrize(
+    "broken",
+    [pytest.param(broken, id=name) for name, broken in BROKEN.items()]
+    + [
+        pytest.param(broken, id=f"program: {name}", marks=CRASHES.get(name, ()))
+        for name, broken in PROGRAM_BROKEN.items()
+    ],
+)
+
+
+def error_of(work: Schedule | Program) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check(work)
+    return str(caught.value)
+
+
+def offenders(work: Schedule | Program, up_to: str) -> list[str]:
+    """The names of the broken rules up to one; those below it may take it for granted."""
+    rules: Any = PROGRAM_RULES if isinstance(work, Program) else RULES
+    facts = ProgramFacts(work) if isinstance(work, Program) else Facts(work)
+    names = [rule.name for rule in rules]
+    return [rule.name for rule in rules[: names.index(up_to) + 1] if any(rule.find(facts))]
+
+
+def test_every_rule_of_both_tables_is_broken_by_an_example() -> None:
+    assert [rule.name for rule in RULES] == list(BROKEN)
+    assert [rule.name for rule in PROGRAM_RULES] == list(PROGRAM_BROKEN)
+
+
+@every_broken
+def test_the_error_of_a_broken_rule_says_what_and_what_to_do(broken: Broken) -> None:
+    assert error_of(broken.work).splitlines()[0] == broken.message
+
+
+@every_broken
+def test_the_grid_of_a_broken_rule_marks_the_offending_cells_and_no_others(broken: Broken) -> None:
+    _, *grid = error_of(broken.work).splitlines()
+    assert sorted(re.findall(r">(\S+)<", "\n".join(grid))) == sorted(broken.marked)
+    assert [line[:8] for line in grid] == [f"rank {r} │" for r in range(len(broken.work.actions))]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_example_breaks_no_rule_above_its_own(name: str) -> None:
+    assert offenders(BROKEN[name].work, up_to=name) == [name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=CRASHES.get(name, ())) for name in PROGRAM_BROKEN]
+)
+def test_an_example_of_a_program_breaks_no_rule_above_its_own(name: str) -> None:
+    work = PROGRAM_BROKEN[name].work
+    assert isinstance(work, Program)
+    check(work.schedule)
+    assert offenders(work, up_to=name) == [name]
+
+
+def test_the_program_that_the_broken_ones_are_made_from_is_sound() -> None:
+    sound = program(FIRST_RANK, LAST_RANK)
+    check(sound)
+    assert sound == lower(Schedule.from_text("0F0 0B0", "1F0 1B0"))
+
+
+def test_what_was_refused_once_is_refused_again() -> None:
+    broken = BROKEN["no deadlock"].work
+    assert error_of(broken) == error_of(broken)
+
+
+def test_a_negative_micro_batch_is_out_of_range() -> None:
+    actions = [[Action(0, Kind.F, -2), Action(0, Kind.F, 0), Action(0, Kind.B, 0)]]
+    message = error_of(Schedule.of(actions, (0,)))
+    assert message.startswith("0F-2 is out of range")
+    assert ">0F-2<" in message
+
+
+def test_the_grid_shows_the_neighbourhood_of_the_offence_in_a_large_schedule() -> None:
+    schedule = build_schedule("1f1b", num_ranks=12, num_microbatches=24)
+    rows = [list(row) for row in schedule.actions]
+    rows[5].insert(30, rows[5][20])
+    message, *grid = error_of(Schedule.of(rows, schedule.placement)).splitlines()
+    assert message == f"{rows[5][20]} runs more than once: keep one of them"
+    assert [line[:8] for line in grid] == [
+        "   ⋮   │", *(f"rank {rank} │" for rank in range(3, 8)), "   ⋮   │"
+    ]  # fmt: skip
+    assert f">{rows[5][20]}<" in grid[3]
+    assert max(map(len, grid)) <= 100
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_family_and_its_program_keep_all_rules(
+    name: str, num_ranks: int, num_microbatches: int
+) -> None:
+    schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check(schedule)
+    check(lower(schedule))
