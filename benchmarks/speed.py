@@ -6,6 +6,7 @@ python benchmarks/speed.py     prints two tables and draws speed.svg beside this
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from math import log10
 from pathlib import Path
 from statistics import median
@@ -29,9 +30,7 @@ def seconds(num_ranks: int, num_microbatches: int) -> tuple[float, float, float]
     times.append(time.perf_counter())
     sl.simulate(schedule)
     times.append(time.perf_counter())
-    build, check, simulate = (
-        after - before for before, after in zip(times, times[1:], strict=False)
-    )
+    build, check, simulate = (after - before for before, after in pairwise(times))
     return build, check, simulate
 
 
@@ -77,7 +76,8 @@ def plot(points: list[tuple[int, float]]) -> str:
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 390" font-family="sans-serif" '
         'font-size="12"><rect width="480" height="390" fill="white"/>'
-        f'<text x="240" y="22" text-anchor="middle" font-size="14">build + check + simulate, 1F1B</text>'
+        '<text x="240" y="22" text-anchor="middle" font-size="14">'
+        "build + check + simulate, 1F1B</text>"
         f'<polyline points="{line}" fill="none" stroke="#999" stroke-dasharray="6 4"/>'
         f'<g fill="#0072b2">{dots}</g>{labels}'
         '<path d="M70 40V330H460" fill="none" stroke="black"/>'

@@ -4,10 +4,13 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stageline.costs import PER_STAGE, Costs, Link
 from stageline.errors import CostsError, StagelineError
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
 
 every_field = pytest.mark.parametrize("name", PER_STAGE)
 
@@ -116,14 +119,19 @@ def test_more_cannot_be_retained_than_there_is(
 
 @pytest.mark.parametrize("latency", [-1, math.nan, math.inf])
 def test_a_link_with_a_latency_that_makes_no_sense_is_refused(latency: float) -> None:
-    with refused(f"latency is {latency}, but a link needs a finite one >= 0"):
+    with refused(f"latency is {latency}, but a cost is a finite number >= 0"):
         Link(latency=latency)
 
 
-@pytest.mark.parametrize("bandwidth", [0, -1, math.nan, -math.inf])
+@pytest.mark.parametrize("bandwidth", [-1, math.nan, -math.inf])
 def test_a_link_with_a_bandwidth_that_makes_no_sense_is_refused(bandwidth: float) -> None:
-    with refused(f"bandwidth is {bandwidth}, but a link needs more than 0"):
+    with refused(f"bandwidth is {bandwidth}, but a cost is a finite number >= 0"):
         Link(bandwidth=bandwidth)
+
+
+def test_a_link_that_carries_nothing_is_refused() -> None:
+    with refused("bandwidth is 0, but a link has to carry something: give more"):
+        Link(bandwidth=0)
 
 
 def test_a_link_is_for_one_direction_and_those_not_named_cost_nothing() -> None:
@@ -143,3 +151,39 @@ def test_one_link_for_all_joins_ranks_but_no_rank_to_itself() -> None:
 def test_wrong_costs_are_value_errors_of_stageline() -> None:
     assert issubclass(CostsError, StagelineError)
     assert issubclass(CostsError, ValueError)
+
+
+@pytest.mark.parametrize("field", ["latency", "bandwidth"])
+@pytest.mark.parametrize("value", ["fast", None, True])
+def test_a_link_of_no_numbers_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(CostsError, match=f"^{field} is {value!r}, but "):
+        Link(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "links", [3, None, [Link()], {(0, 1): 3}, {0: Link()}, {"01": Link()}, {(0, 1, 2): Link()}]
+)
+def test_links_are_one_for_all_or_one_for_each_pair_of_ranks(links: Any) -> None:
+    with pytest.raises(CostsError, match=r"^links has .*, but holds a Link for each \(from, to\)"):
+        Costs(links=links)
+
+
+@pytest.mark.parametrize("value", [b"ab", 10**400])
+def test_bytes_and_integers_beyond_floats_are_no_costs(value: Any) -> None:
+    with pytest.raises(CostsError, match=r"^forward is "):
+        Costs(forward=value)
+
+
+def test_numbers_and_arrays_of_numpy_are_costs() -> None:
+    values: Any = np.array([1.0, 2.5]), np.float32(2), np.int64(3)
+    assert Costs(*values) == Costs(forward=[1.0, 2.5], input_grad=2.0, weight_grad=3.0)
+
+
+@pytest.mark.parametrize("name", PER_STAGE)
+@pytest.mark.parametrize("rows", [("0F0 0B0", "1F0 1B0"), ("0F0 0B0",)])
+def test_costs_for_another_number_of_stages_are_refused_when_simulated(
+    rows: tuple[str, ...], name: str
+) -> None:
+    values: dict[str, Any] = {"activation": 5} | {name: [1, 1, 1]}
+    with pytest.raises(CostsError, match=f"^{name} has 3 values, but the schedule has"):
+        simulate(Schedule.from_text(*rows), Costs(**values))

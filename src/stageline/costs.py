@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Protocol, runtime_checkable
 
 from stageline.errors import CostsError
 
@@ -22,10 +24,11 @@ class Link:
     bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf:
-            raise CostsError(f"latency is {self.latency}, but a link needs a finite one >= 0")
-        if not self.bandwidth > 0:
-            raise CostsError(f"bandwidth is {self.bandwidth}, but a link needs more than 0")
+        object.__setattr__(self, "latency", _number("latency", self.latency))
+        if self.bandwidth != math.inf:
+            object.__setattr__(self, "bandwidth", _number("bandwidth", self.bandwidth))
+        if not self.bandwidth:
+            raise CostsError("bandwidth is 0, but a link has to carry something: give more")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Costs:
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         self._check_lengths()
         self._check_retained()
+        self._check_links()
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
         """The values of one field, spelled out for every stage."""
@@ -83,6 +87,16 @@ class Costs:
                 f"give one number, or {num_stages}"
             )
         return value
+
+    def check_num_stages(self, num_stages: int) -> None:
+        """Raise if any field has another number of values."""
+        for name in PER_STAGE:
+            self.per_stage(name, num_stages)
+
+    def is_set(self, name: str) -> bool:
+        """Whether a field costs anything on any stage."""
+        value: float | tuple[float, ...] = getattr(self, name)
+        return any(value) if isinstance(value, tuple) else value > 0
 
     def link(self, source: int, target: int) -> Link:
         """The link from one rank to another; a rank reaches itself for nothing."""
@@ -114,20 +128,41 @@ class Costs:
                     f"{activation}, that W still needs: give at most that"
                 )
 
+    def _check_links(self) -> None:
+        links = self.links if isinstance(self.links, Mapping) else {(0, 1): self.links}
+        for pair, link in links.items():
+            is_pair = isinstance(pair, tuple) and [type(rank) for rank in pair] == [int, int]
+            if not is_pair or not isinstance(link, Link):
+                raise CostsError(
+                    f"links has {pair!r}: {link!r}, but holds a Link for each (from, to) pair of "
+                    "ranks, or is one Link for all"
+                )
+
 
 PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
 
 
 def _numbers(name: str, value: object) -> float | tuple[float, ...]:
     """A float, or a tuple of them; anything negative, infinite or not a number is refused."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, _Array):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(_number(f"{name}[{stage}]", item) for stage, item in enumerate(value))
     return _number(name, value)
 
 
+@runtime_checkable
+class _Array(Protocol):
+    """What numpy and torch give: arrays, tensors, and their single numbers."""
+
+    def tolist(self) -> object: ...
+
+
 def _number(name: str, value: object) -> float:
+    if isinstance(value, _Array):
+        value = value.tolist()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CostsError(f"{name} is {value!r}, but a cost is a number >= 0")
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= sys.float_info.max:
         raise CostsError(f"{name} is {value}, but a cost is a finite number >= 0")
     return float(value)

@@ -153,3 +153,10 @@ def test_a_file_that_is_not_text_is_refused_with_the_byte(tmp_path: Path) -> Non
     (tmp_path / "picture.csv").write_bytes(b"0F0,\xff\xfe")
     with pytest.raises(ScheduleError, match=r"^byte 4 of .*picture\.csv is not text, but a sched"):
         Schedule.from_csv(tmp_path / "picture.csv")
+
+
+def test_a_file_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """They put a byte order mark in front."""
+    path = tmp_path / "excel.csv"
+    path.write_text("\ufeff0F0,0B0\n", encoding="utf-8")
+    assert Schedule.from_csv(path) == Schedule.from_text("0F0 0B0")

@@ -337,3 +337,9 @@ def test_costs_for_another_number_of_stages_are_refused() -> None:
     message = "^forward has 3 values, but the schedule has 2 stages: give one number, or 2$"
     with pytest.raises(CostsError, match=message):
         simulate(PAIR, Costs(forward=[1, 2, 3]))
+
+
+def test_a_schedule_takes_the_time_of_its_program_with_reductions_and_steps() -> None:
+    schedule, costs = Schedule.from_text("0F0 0B0", "1F0 1B0"), Costs(reduce=2, step=1)
+    assert simulate(schedule, costs) == simulate(lower(schedule), costs)
+    assert simulate(schedule, costs).makespan == 6 + 2 + 1

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from stageline.schedules.action import COMPUTE, Action, Kind
-from stageline.schedules.edges import chain
+from stageline.schedules.action import COMPUTE, NO_PEER, Action, Kind
+from stageline.schedules.edges import chain, checked_edges
 from stageline.schedules.grid import Cell
 from stageline.schedules.precedence import Numbering, run_lanes, waits_of
 from stageline.schedules.program import Program
@@ -33,6 +33,7 @@ def check(work: Schedule | Program) -> None:
         return
     if isinstance(work, Program):
         check(work.schedule)
+        checked_edges(work.edges, len(work.placement))
         enforce(PROGRAM_RULES, ProgramFacts(work), work.actions)
     else:
         enforce(RULES, Facts(work), work.actions)
@@ -72,6 +73,17 @@ class Facts:
         return Action(stage, kind, microbatch)
 
 
+def empty(facts: Facts) -> Iterator[Offence]:
+    if not any(facts.schedule.actions):
+        yield Offence([], {"num_ranks": facts.schedule.num_ranks})
+
+
+def with_peer(facts: Facts) -> Iterator[Offence]:
+    for cell, action in facts.all_cells():
+        if action.peer != NO_PEER:
+            yield Offence([cell], {"action": action, "peer": action.peer})
+
+
 def not_compute(facts: Facts) -> Iterator[Offence]:
     for cell, action in facts.all_cells():
         if action.kind not in COMPUTE:
@@ -82,7 +94,7 @@ def out_of_range(facts: Facts) -> Iterator[Offence]:
     num_stages = facts.schedule.num_stages
     for cell, action in facts.all_cells():
         if not 0 <= action.stage < num_stages or action.microbatch < 0:
-            yield Offence([cell], {"action": action, "num_stages": num_stages})
+            yield Offence([cell], {"action": action, "last": num_stages - 1})
 
 
 def without_stage(facts: Facts) -> Iterator[Offence]:
@@ -132,10 +144,17 @@ def missing(*kinds: Kind) -> Callable[[Facts], Iterator[Offence]]:
 
 
 def _gap(facts: Facts, kind: Kind, place: int) -> Offence:
-    """Marked is the last thing that does happen to the micro-batch on its stage."""
+    """Marked is the last thing that does happen to the micro-batch on its stage.
+
+    If nothing does, it is the action that makes us expect so many micro-batches: a stray number in
+    a file looks like one micro-batch more, which is then missing everywhere else.
+    """
     cells = [table[place] for table in facts.cells.values() if place in table]
+    last = facts.schedule.num_microbatches - 1
+    witness = next(cell for cell, action in facts.all_cells() if action.microbatch == last)
     words = {"action": facts.action(kind, place), "whole": facts.action(Kind.B, place)}
-    return Offence([max(cells)] if cells else [], words)
+    words["witness"] = facts.schedule.actions[witness[0]][witness[1]]
+    return Offence([max(cells)] if cells else [witness], words)
 
 
 def before(first: Kind, second: Kind) -> Callable[[Facts], Iterator[Offence]]:
@@ -162,15 +181,21 @@ def deadlocked(facts: Facts) -> Iterator[Offence]:
 
 NEEDED = "{early} comes before {late}, which it needs: swap them"
 RULES = (
+    Rule("something to do", empty, "{num_ranks} ranks have nothing to do: is this a schedule?"),
     Rule(
         "only compute",
         not_compute,
         "{action} does not compute, but a schedule holds only F, I, W and B: leave it to lower()",
     ),
     Rule(
+        "no peers",
+        with_peer,
+        "{action} has stage {peer} as its peer, but only sends and receives have one: leave it out",
+    ),
+    Rule(
         "known stages and micro-batches",
         out_of_range,
-        "{action} is out of range, but stages run from 0 to {num_stages} - 1, micro-batches from 0",
+        "{action} is out of range, but stages go from 0 to {last}, and micro-batches from 0 up",
     ),
     Rule(
         "every rank holds a stage",
@@ -188,7 +213,11 @@ RULES = (
         whole_and_halves,
         "{whole} and {half} both run, but B is I and W in one: keep B, or I with W",
     ),
-    Rule("every forward", missing(Kind.F), "{action} is missing: add it"),
+    Rule(
+        "every forward",
+        missing(Kind.F),
+        "{action} is missing, but with {witness} every stage has as many micro-batches: add it",
+    ),
     Rule(
         "every gradient",
         missing(Kind.I, Kind.B),

@@ -23,7 +23,7 @@ ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 def read(path: Path) -> list[list[Action]]:
     """The rows of a file, whole or not at all."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"byte {error.start} of {path} is not text, but a schedule is a CSV file"

@@ -62,11 +62,12 @@ class Routes:
 
 def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
     """The edges without repeats; one that leads backwards or nowhere is refused."""
-    unique = tuple(dict.fromkeys((int(writer), int(reader)) for writer, reader in edges))
-    for writer, reader in unique:
-        if not 0 <= writer < reader < num_stages:
+    unique = tuple(dict.fromkeys(edges))
+    for edge in unique:
+        is_pair = isinstance(edge, tuple) and [type(stage) for stage in edge] == [int, int]
+        if not is_pair or not 0 <= edge[0] < edge[1] < num_stages:
             raise ScheduleError(
-                f"edge ({writer}, {reader}) leads nowhere, but a value goes from a stage to a "
-                f"later one below {num_stages}: give (writer, reader)"
+                f"edge {edge!r} leads nowhere, but a value goes from a stage to a later one below "
+                f"{num_stages}: give (writer, reader)"
             )
     return unique

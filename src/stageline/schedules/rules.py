@@ -41,16 +41,23 @@ def waiting_for_each_other(
     rows: Rows, lanes: Sequence[Sequence[int]], waits: Waits, run: Run
 ) -> Iterator[Offence]:
     """The circle in which ranks wait, if the run did not come to its end."""
-    stuck = [lane for lane, tasks in enumerate(lanes) if run.progress[lane] < len(tasks)]
+    stuck = [lane for lane in range(len(rows)) if run.progress[lane] < len(lanes[lane])]
     if not stuck:
         return
     cells = {task: (lane, i) for lane, tasks in enumerate(lanes) for i, task in enumerate(tasks)}
+
+    def awaited(lane: int) -> int:
+        """What a lane waits for; if that is a message, what the message waits for."""
+        head = lanes[lane][run.progress[lane]]
+        task = next(task for task, _ in waits[head] if run.ends[task] == NEVER)
+        other = cells[task][0]
+        return task if other < len(rows) else awaited(other)
+
     circle: list[int] = []
     lane, missing = stuck[0], {}
     while lane not in circle:
         circle.append(lane)
-        head = lanes[lane][run.progress[lane]]
-        missing[lane] = next(task for task, _ in waits[head] if run.ends[task] == NEVER)
+        missing[lane] = awaited(lane)
         lane = cells[missing[lane]][0]
     circle = circle[circle.index(lane) :]
 

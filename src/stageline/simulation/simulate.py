@@ -29,9 +29,10 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     (21.0, 0.4285714285714286)
     """
     costs = costs or Costs()
+    costs.check_num_stages(len(work.placement))
     check(work)
-    if isinstance(work, Schedule) and any(costs.per_stage("message", work.num_stages)):
-        work = lower(work)  # messages that queue for a link have to be written out
+    if isinstance(work, Schedule) and any(map(costs.is_set, ("message", "reduce", "step"))):
+        work = lower(work)  # messages that queue, reductions and steps have to be written out
     times = Times(costs, work.placement)
     if isinstance(work, Schedule):
         return Timeline(_run_schedule(work, times), work.placement, costs, name=work.name)
