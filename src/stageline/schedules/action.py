@@ -20,6 +20,8 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"  # sum a stage's gradients over its replicas
     STEP = "STEP"  # the optimizer, on a stage's parameters
 
+    __hash__ = str.__hash__  # Enum's own is written in Python: actions as keys take twice as long
+
 
 COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 WHOLE_BATCH = -1  # the micro-batch of what is done once for all of them: REDUCE_GRAD and STEP
