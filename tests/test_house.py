@@ -14,7 +14,10 @@ import pytest
 import stageline
 
 SOURCE = Path(stageline.__file__).parent
-ROOMS = ["errors", "units", "costs", "schedules", "report", "simulation", "cli"]
+ROOMS = [
+    *("errors", "units", "costs", "schedules", "report", "simulation"),
+    *("model", "runtime", "pipeline", "cli"),
+]
 TORCH_FREE = ["errors", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

@@ -3,7 +3,10 @@
     StagelineError
     ├── ScheduleError (ValueError)   a schedule or program that breaks a rule, or cannot be built
     ├── CostsError (ValueError)      costs that are negative, missing, or of the wrong length
-    └── ReportError (ValueError)     a picture in a format that there is none for
+    ├── ReportError (ValueError)     a picture in a format that there is none for
+    ├── ModelError (ValueError)      a model that cannot be seen as layers, or cut into stages
+    ├── BatchError (ValueError)      inputs and targets that cannot be cut into micro-batches
+    └── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
 
 A message says what was seen, what was expected and what to do, in that order.
 """
@@ -23,3 +26,15 @@ class CostsError(StagelineError, ValueError):
 
 class ReportError(StagelineError, ValueError):
     """A timeline asked for in a form that it cannot take."""
+
+
+class ModelError(StagelineError, ValueError):
+    """A model whose layers are not known, or that does not fit the number of stages."""
+
+
+class BatchError(StagelineError, ValueError):
+    """A mini-batch that cannot be cut into micro-batches."""
+
+
+class StageError(StagelineError, RuntimeError):
+    """A layer raised. The message names rank, layer and action; `__cause__` is what it raised."""

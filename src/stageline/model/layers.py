@@ -1,0 +1,106 @@
+"""A model as a sequence of layers, each naming the values it reads and writes.
+
+    tokens ─► embed ─► x ─► block ─► x ─► block ─► x ─► head ─► x
+                            mask ─┴────────┘
+
+A chain is the trivial case: every layer reads and writes `x`. A skip is a value that is written by
+one layer and read by a later one, with another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
+
+from stageline.errors import ModelError
+
+CHAIN = "x"  # the value that a chain passes on
+INPUT = -1  # stands for the loader where a layer's number is asked for
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest piece that is never cut: a module, the values it reads and those it writes.
+
+    The module is called with the values of `reads`, in that order. If it writes several, it returns
+    a tuple of them.
+    """
+
+    name: str
+    module: nn.Module
+    reads: tuple[str, ...] = (CHAIN,)
+    writes: tuple[str, ...] = (CHAIN,)
+
+
+class Value(NamedTuple):
+    """A value by who wrote it: the number of a layer, or INPUT, and its name there."""
+
+    writer: int
+    name: str
+
+
+@dataclass(frozen=True)
+class LayerSequence:
+    """Layers in the order in which they run.
+
+    >>> layers = LayerSequence.of(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU())))
+    >>> [layer.name for layer in layers.layers]
+    ['0', '1.0']
+    >>> layers.sources[1]
+    (Value(writer=0, name='x'),)
+    """
+
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    def of(model: LayerSequence | nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
+        """From an `nn.Sequential`, nested ones flattened, or from a list of layers or modules."""
+        if isinstance(model, LayerSequence):
+            return model
+        if isinstance(model, nn.Sequential):
+            return LayerSequence(tuple(_flattened("", model)))
+        if isinstance(model, nn.Module):
+            raise ModelError(
+                f"the model is a {type(model).__name__}, but a pipeline needs to know its layers: "
+                "give an nn.Sequential, or a list of sl.Layer"
+            )
+        return LayerSequence(tuple(_named(model)))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[Value, ...], ...]:
+        """For each layer what it reads: of several values with a name, the last one before it."""
+        latest: dict[str, Value] = {}
+        sources = []
+        for number, layer in enumerate(self.layers):
+            reads = (latest.get(name, Value(INPUT, name)) for name in layer.reads)
+            sources.append(tuple(reads))
+            latest |= {name: Value(number, name) for name in layer.writes}
+        return tuple(sources)
+
+    @property
+    def output(self) -> Value:
+        """What the last layer wrote first: the loss is of this."""
+        return Value(len(self) - 1, self.layers[-1].writes[0])
+
+
+def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
+    if not isinstance(module, nn.Sequential):
+        yield Layer(prefix, module)
+        return
+    for name, child in module.named_children():
+        yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
+
+
+def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:
+    for number, layer in enumerate(layers):
+        if isinstance(layer, Layer):
+            yield layer
+        else:
+            yield from _flattened(str(number), layer)

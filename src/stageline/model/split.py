@@ -1,0 +1,60 @@
+"""Cut layers into stages: consecutive runs, none of them empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from stageline.errors import ModelError
+from stageline.model.layers import LayerSequence
+
+Cut = tuple[range, ...]  # for each stage, the numbers of its layers
+
+
+def cut(layers: LayerSequence, num_stages: int, balance: Sequence[int] | None = None) -> Cut:
+    """By the given numbers of layers, or such that the largest stage is as small as possible."""
+    if len(layers) < num_stages:
+        raise ModelError(
+            f"the model has {len(layers)} layers, but {num_stages} stages need one each at least: "
+            "use fewer ranks or chunks, or cut the model into smaller layers"
+        )
+    if balance is None:
+        balance = smallest_largest([_cost(layers, i) for i in range(len(layers))], num_stages)
+    _check_balance(balance, len(layers), num_stages)
+    return tuple(range(first, last) for first, last in pairwise(accumulate(balance, initial=0)))
+
+
+def _check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> None:
+    if len(balance) != num_stages or min(balance) < 1 or sum(balance) != num_layers:
+        raise ModelError(
+            f"balance is {list(balance)}, but {num_layers} layers on {num_stages} stages need "
+            f"{num_stages} numbers from 1 up whose sum is {num_layers}"
+        )
+
+
+def _cost(layers: LayerSequence, number: int) -> float:
+    """Parameters stand for time and memory; one more, so that layers without any count too."""
+    return 1.0 + sum(parameter.numel() for parameter in layers.layers[number].module.parameters())
+
+
+def smallest_largest(costs: Sequence[float], num_stages: int) -> list[int]:
+    """How many layers each stage takes so that the costliest stage costs the least.
+
+    >>> smallest_largest([4, 1, 1, 1, 4], 3)
+    [1, 3, 1]
+    """
+    total = [0.0, *accumulate(costs)]
+    num_layers = len(costs)
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    first = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stages in range(1, num_stages + 1):
+        for end in range(stages, num_layers + 1):
+            for start in range(stages - 1, end):
+                largest = max(best[stages - 1][start], total[end] - total[start])
+                if largest < best[stages][end]:
+                    best[stages][end], first[stages][end] = largest, start
+    ends = [num_layers]
+    for stages in range(num_stages, 0, -1):
+        ends.append(first[stages][ends[-1]])
+    return [last - start for start, last in pairwise(reversed(ends))]

@@ -1,0 +1,141 @@
+"""Pipeline: the front door. Wrap a model, call `step`, get what a plain loop would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageline.errors import BatchError, ScheduleError
+from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
+from stageline.model.split import cut
+from stageline.runtime import microbatches
+from stageline.runtime.drivers import Driver, Serial, Threads
+from stageline.runtime.executor import Executor, Step
+from stageline.runtime.stage import Stage, Target
+from stageline.schedules.build import build_schedule
+from stageline.schedules.edges import Edge
+from stageline.schedules.lower import lower
+from stageline.schedules.schedule import Schedule
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives back, beside the gradients in the parameters."""
+
+    losses: tuple[torch.Tensor, ...]  # by micro-batch
+    weights: tuple[float, ...]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss of the mini-batch: the mean over its samples."""
+        return torch.stack(
+            [loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)]
+        ).sum()
+
+
+class Pipeline:
+    """A model cut into stages that work on several micro-batches at once.
+
+    `step` adds to `.grad` what `loss_fn(model(inputs), target).backward()` adds for the same
+    micro-batches one after another, bit for bit; the optimizer is yours. `loss_fn` returns the mean
+    over its samples.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
+    >>> result = pipe.step(torch.ones(8, 4), torch.zeros(8, 1))
+    >>> tuple(model[0].weight.grad.shape)
+    (8, 4)
+    """
+
+    def __init__(
+        self,
+        model: LayerSequence | nn.Module | Iterable[Layer | nn.Module],
+        loss_fn: LossFunction,
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        balance: Sequence[int] | None = None,
+        backend: str = "threads",
+    ) -> None:
+        self.layers, self.loss_fn = LayerSequence.of(model), loss_fn
+        self.schedule = _schedule(schedule, num_ranks, num_microbatches)
+        cuts = cut(self.layers, self.schedule.num_stages, balance)
+        edges, sent = _edges(self.layers, cuts)
+        stages = [Stage(self.layers, numbers, sent[s]) for s, numbers in enumerate(cuts)]
+        self.executor = Executor(lower(self.schedule, edges), self.layers, stages)
+        self.driver = _driver(backend, num_ranks)
+
+    def step(self, inputs: Any, target: Any) -> StepResult:
+        """One mini-batch forward and backward."""
+        pieces = microbatches.sizes(
+            microbatches.num_samples(inputs, target), self.schedule.num_microbatches
+        )
+        weights = [size / sum(pieces) for size in pieces]
+        parts = microbatches.cut(inputs, pieces)
+        targets = zip(microbatches.cut(target, pieces), weights, strict=True)
+        step = Step(
+            [self._named(part) for part in parts],
+            [Target(self.loss_fn, part, weight) for part, weight in targets],
+        )
+        try:
+            self.driver.run(self.executor, step)
+        finally:
+            for stage in self.executor.stages:
+                stage.held.clear()
+                stage.owed.clear()
+        return StepResult(tuple(step.losses[i] for i in range(len(weights))), tuple(weights))
+
+    def _named(self, inputs: Any) -> Mapping[str, Any]:
+        """Inputs by name: those of a dict, or the one that the first layer reads."""
+        names = {v.name for row in self.layers.sources for v in row if v.writer == INPUT}
+        found = inputs if names != {CHAIN} and isinstance(inputs, dict) else {CHAIN: inputs}
+        if missing := sorted(names - found.keys()):
+            raise BatchError(
+                f"inputs have {', '.join(map(str, found))}, but layers read {', '.join(missing)} "
+                "before any layer writes it: give inputs as a dict with these names"
+            )
+        return found
+
+    def close(self) -> None:
+        """End the threads; a pipeline that is garbage collected ends them as well."""
+        self.driver.close()
+
+
+def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    if isinstance(schedule, str):
+        return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    sizes = (schedule.num_ranks, schedule.num_microbatches)
+    if sizes != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"the schedule is for {sizes[0]} ranks and {sizes[1]} micro-batches, but the pipeline "
+            f"for {num_ranks} and {num_microbatches}: use the same"
+        )
+    return schedule
+
+
+def _driver(backend: str, num_ranks: int) -> Driver:
+    if backend == "serial":
+        return Serial()
+    if backend == "threads":
+        return Threads(num_ranks)
+    raise ScheduleError(f"backend is {backend!r}, but there are 'serial' and 'threads': use one")
+
+
+def _edges(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:
+    """Which stage reads from which, and for each stage the values that others read."""
+    home = {number: stage for stage, numbers in enumerate(cuts) for number in numbers}
+    edges: dict[Edge, None] = {}
+    sent: list[set[Value]] = [set() for _ in cuts]
+    for number, values in enumerate(layers.sources):
+        for value in values:
+            if value.writer != INPUT and home[value.writer] != home[number]:
+                edges[home[value.writer], home[number]] = None
+                sent[home[value.writer]].add(value)
+    return list(edges), sent

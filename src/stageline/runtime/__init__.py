@@ -1,0 +1,1 @@
+"""Programs carried out: stages, micro-batches, ranks and the messages between them."""

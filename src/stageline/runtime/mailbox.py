@@ -1,0 +1,40 @@
+"""Messages between ranks in one process: passed by reference, taken once, by their send."""
+
+from __future__ import annotations
+
+from threading import Condition
+from typing import Any
+
+from stageline.schedules.action import Action
+
+
+class Stopped(Exception):  # noqa: N818  no error of its own: another rank failed
+    """Raised in a rank that waits for a message that will not come."""
+
+
+class Mailbox:
+    """What was sent and not yet taken. State: the messages, and whether a rank has failed."""
+
+    def __init__(self) -> None:
+        self.messages: dict[Action, Any] = {}
+        self.changed = Condition()
+        self.is_closed = False
+
+    def put(self, send: Action, message: Any) -> None:
+        with self.changed:
+            self.messages[send] = message
+            self.changed.notify_all()
+
+    def take(self, send: Action) -> Any:
+        """Wait for a message; raises `Stopped` once the mailbox is closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_closed or send in self.messages)
+            if send not in self.messages:
+                raise Stopped
+            return self.messages.pop(send)
+
+    def close(self) -> None:
+        """Wake everybody who waits: nothing more will come."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()

@@ -1,0 +1,48 @@
+"""Cut a mini-batch into micro-batches, as evenly as possible, without losing a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stageline.errors import BatchError
+
+
+def sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """They differ by one at most, larger ones first; a small batch makes fewer micro-batches.
+
+    >>> sizes(10, 4), sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1])
+    """
+    each, more = divmod(num_samples, num_microbatches)
+    return [each + (i < more) for i in range(min(num_samples, num_microbatches))]
+
+
+def num_samples(*batches: Any) -> int:
+    """The common length of all tensors along dim 0."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
+    lengths = {tensor.shape[0] for tensor in tensors if tensor.ndim}
+    if len(lengths) != 1:
+        found = ", ".join(map(str, sorted(lengths))) or "none"
+        raise BatchError(
+            f"lengths along dim 0 are {found}, but inputs and target are cut there together and "
+            "need one length: pass what is no batch as a number, or from the model"
+        )
+    if not (length := lengths.pop()):
+        raise BatchError("the batch has no samples, but a step needs one at least")
+    return length
+
+
+def cut(batch: Any, pieces: list[int]) -> list[Any]:
+    """The pieces of a pytree; what is no tensor, or has no dimension, is in every piece."""
+    leaves, form = pytree.tree_flatten(batch)
+    columns = [
+        torch.split(leaf, pieces)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+        else (leaf,) * len(pieces)
+        for leaf in leaves
+    ]
+    rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
+    return [pytree.tree_unflatten(list(row), form) for row in rows]

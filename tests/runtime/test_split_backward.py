@@ -1,0 +1,118 @@
+"""The backward in halves: what each half does, whatever the function that uses the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
+
+
+class Product(nn.Module):
+    """Weights used by matmul, and by a function that nothing catches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight) * self.scale
+
+
+class Twice(nn.Module):
+    """One weight used two times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice: Tensor = self.linear(torch.tanh(self.linear(x)))
+        return twice
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        return mixed[0]
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 4),
+    "linear without bias": lambda: nn.Linear(6, 4, bias=False),
+    "several": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2)),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.Flatten()),
+    "norms": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.RMSNorm(6), nn.GroupNorm(2, 6)),
+    "matmul, and one not caught": Product,
+    "a weight used twice": Twice,
+    "attention": Attention,
+}
+
+
+def run(module: nn.Module, *, in_halves: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Two micro-batches; gives back the last input gradient and all weight gradients."""
+    torch.manual_seed(3)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.1, 0.3)
+    for _ in range(2):
+        x = torch.randn(5, 6, requires_grad=True)
+        if in_halves:
+            with CatchWeights() as catch:
+                output = module(x)
+            output.square().sum().backward()
+            add_weight_gradients(catch.calls)
+        else:
+            module(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad, {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_both_halves_together_give_the_bits_of_the_whole(make: Callable[[], nn.Module]) -> None:
+    whole, weights = run(make(), in_halves=False)
+    halves, later = run(make(), in_halves=True)
+    assert torch.equal(whole, halves)
+    for name, gradient in weights.items():
+        found = later[name]
+        assert gradient is not None
+        assert found is not None
+        assert torch.equal(gradient, found), name
+
+
+def test_weights_have_no_gradient_before_the_second_half() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    with CatchWeights() as catch:
+        output = module(torch.randn(5, 6, requires_grad=True))
+    output.sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    add_weight_gradients(catch.calls)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_first_layer_defers_its_weights_although_nothing_before_it_needs_gradients() -> None:
+    embedding = nn.Embedding(10, 4)
+    with CatchWeights() as catch:
+        output = embedding(torch.tensor([1, 2, 2]))
+    output.sum().backward()
+    assert [p.grad for p in embedding.parameters()] == [None]
+    add_weight_gradients(catch.calls)
+    (gradient,) = (p.grad for p in embedding.parameters())
+    assert gradient is not None
+    assert gradient[2].tolist() == [2.0] * 4
+
+
+def test_frozen_weights_are_left_alone() -> None:
+    linear = nn.Linear(6, 2).requires_grad_(False)
+    x = torch.randn(5, 6, requires_grad=True)
+    with CatchWeights() as catch:
+        linear(x).sum().backward()
+    assert not catch.calls
+    assert x.grad is not None
