@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import stageline
 from stageline import cli
 from stageline.schedules.build import schedule_names
 from stageline.schedules.check import check
@@ -77,18 +78,45 @@ def test_all_schedules_are_compared_for_the_same_model(capsys: pytest.CaptureFix
 def test_a_schedule_that_does_not_fit_is_told_beneath_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = run(capsys, "simulate", "1f1b", "dualpipe_v", "-p", "4", "-m", "6")
+    code, out, err = run(capsys, "simulate", "1f1b", "dualpipe_v", "-p", "4", "-m", "6")
     assert code == 0
-    assert out.splitlines()[-1].startswith("dualpipe_v: num_microbatches is 6, but 'dualpipe_v'")
+    assert out.splitlines()[-1].startswith("1f1b ")
+    assert err.startswith("dualpipe_v: num_microbatches is 6, but 'dualpipe_v' on 4 ranks")
 
 
 def test_costs_come_from_a_file_by_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"
-    path.write_text('{"forward": [1, 3], "links": {"latency": 0.5}}')
+    path.write_text('{"forward": [1, 3], "links": {"latency": 0.5}, "transfer": 0}')
     _, out, _ = run(capsys, "simulate", "gpipe", "-p", "2", "-m", "1", "--costs", str(path))
     assert out.splitlines()[1].split()[:2] == ["gpipe", "9"]  # 1 + 3 + 2 + 2 and two latencies
+
+
+def test_a_number_in_a_file_of_costs_is_for_a_whole_rank_as_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"forward": 1.5}')
+    outputs = [
+        run(capsys, "simulate", "1f1b", "interleaved_1f1b", *costs)[1]
+        for costs in (["--costs", str(path)], ["--forward", "1.5"])
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_file_with_a_stage_on_two_ranks_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "[red].csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n0F0,0B0\n")
+    code, _, err = run(capsys, "draw", str(path))
+    assert code == cli.BAD_INPUT
+    assert "rank 2 holds no stage" in err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, f"{stageline.__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -97,13 +125,21 @@ def test_costs_come_from_a_file_by_stage(
         (["draw", "zbw"], "schedule 'zbw' is not known: did you mean 'zbv'?"),
         (["draw", "1f1b", "-p", "0"], "num_ranks is 0, but has to be a whole number from 1 up"),
         (["draw", "1f1b", "-v", "2"], "'1f1b' was given chunks_per_rank, but takes none"),
-        (["draw", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (["draw", "nowhere.csv"], "nowhere.csv: No such file or directory"),
         (["draw", "1f1b", "--forward", "1,x"], "--forward is '1,x', but has to be a number"),
         (["draw", "1f1b", "--forward", "-1"], "forward is -1.0, but a cost is a finite number"),
         (["draw", "1f1b", "--forward", "1,2"], "forward has 2 values, but the schedule has 4"),
-        (["draw", "1f1b", "--save", "x.png"], "'x.png' ends in .png, but a timeline is saved as"),
+        (
+            ["draw", "1f1b", "--save", "x.png"],
+            "x.png cannot be saved: use .svg, .html, .json or .csv",
+        ),
         (["simulate", "1f1b", "gpipe", "--save", "x.svg"], "--save was given with 2 schedules"),
         (["draw", "zb_1p", "--memory-limit", "tiny"], "'tiny' is no size in bytes"),
+        (["draw", "zb_1p", "--memory-limit", "22GiB"], "an activation takes 1 bytes: give costs"),
+        (["draw", "zb_1p", "--time-budget", "0"], "time_budget is 0.0, but has to be a number of"),
+        (["draw", "1f1b", "--save", "nowhere/x.svg"], "use a file in a folder that exists"),
+        (["simulate", "foo", "bar"], "none of the schedules can be built\nfoo: schedule 'foo'"),
+        (["simulate", "1f1b", "gpipe", "-v", "3"], "chunks_per_rank was given, but none of 1f1b"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(

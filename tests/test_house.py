@@ -15,10 +15,10 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *("errors", "units", "costs", "schedules", "report", "simulation"),
+    *("errors", "arguments", "units", "costs", "schedules", "report", "simulation"),
     *("model", "runtime", "pipeline", "cli"),
 ]
-TORCH_FREE = ["errors", "units", "costs", "schedules", "report", "simulation"]
+TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

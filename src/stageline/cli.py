@@ -10,14 +10,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from stageline import __version__
 from stageline.costs import Costs, Link
-from stageline.errors import CostsError, ReportError, StagelineError
-from stageline.report.files import check_suffix
+from stageline.errors import CostsError, ReportError, ScheduleError, StagelineError
+from stageline.report.files import WRITERS
 from stageline.report.summary import number, percent
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import FAMILIES, build_schedule
+from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
@@ -43,7 +46,8 @@ Memory = Annotated[
 ]
 Budget = Annotated[float | None, typer.Option("--time-budget", help="Seconds to search for.")]
 CostsFile = Annotated[
-    Path | None, typer.Option("--costs", help="JSON file with fields of sl.Costs.")
+    Path | None,
+    typer.Option("--costs", help='JSON like {"forward": 1.1, "parameters": [4e9, 3e9, …]}.'),
 ]
 PerRank = Annotated[
     str | None,
@@ -55,6 +59,21 @@ Save = Annotated[
     list[Path] | None,
     typer.Option("--save", "-o", help="Write .svg, .html, .json (Perfetto) or .csv; repeatable."),
 ]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 @app.command(epilog=FAMILY_LIST)
@@ -81,8 +100,8 @@ def draw(
     """
     times = (forward, input_grad, weight_grad, transfer, activation, retained)
     options = _options(chunks, group_size, memory_limit, time_budget)
-    request = Request(ranks, microbatches, options, _file_costs(costs), _given_costs(times))
-    _check_suffixes(save or [])
+    request = Request(ranks, microbatches, options, _file_costs(costs) | _given_costs(times))
+    _check_targets(save or [])
     built, timeline = request.run(schedule)
     _print_grid(timeline)
     _save(save or [], built, timeline)
@@ -114,14 +133,14 @@ def simulate_schedules(
     """
     times = (forward, input_grad, weight_grad, transfer, activation, retained)
     options = _options(chunks, group_size, memory_limit, time_budget)
-    request = Request(ranks, microbatches, options, _file_costs(costs), _given_costs(times))
-    names = list(FAMILIES) if schedules == ["all"] else schedules
+    request = Request(ranks, microbatches, options, _file_costs(costs) | _given_costs(times))
+    names = [n for name in schedules for n in (FAMILIES if name == "all" else (name,))]
     if len(names) > 1:
         if save:
             raise ReportError(f"--save was given with {len(names)} schedules: give one schedule")
         _compare(names, request)
         return
-    _check_suffixes(save or [])
+    _check_targets(save or [])
     built, timeline = request.run(names[0])
     _print(_comparison([timeline]), "", _rank_table(timeline))
     _save(save or [], built, timeline)
@@ -129,7 +148,7 @@ def simulate_schedules(
 
 @app.command()
 def demo(folder: Annotated[Path, typer.Argument(help="Where pictures go.")] = Path("demo")) -> None:
-    """Draw 1F1B, compare all schedules for one model, and save pictures of the best.
+    """Draw 1F1B, compare all schedules for one model, and save pictures of ZB-V.
 
     [dim]stageline demo[/dim]
     """
@@ -137,7 +156,8 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where pictures go.")] = Pa
     _print_grid(Request(4, 8).run("1f1b")[1])
     given = {"weight_grad": 0.65, "transfer": 0.05, "retained": 0.4}
     request = Request(8, 24, given=given)
-    _print("", "All schedules on 8 ranks, 24 micro-batches; a weight gradient takes 0.65 forwards:")
+    command = "stageline simulate all -p 8 -m 24 --weight-grad 0.65 --transfer 0.05 --retained 0.4"
+    _print("", f"All schedules for one model, as by [b]{command}[/b]:")
     _compare(list(FAMILIES), request)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"zbv{suffix}" for suffix in (".svg", ".html", ".json", ".csv")]
@@ -151,42 +171,41 @@ class Request:
     ranks: int
     microbatches: int
     options: dict[str, Any] = field(default_factory=dict)
-    in_file: dict[str, Any] | None = None  # costs, taken as they are
     given: dict[str, Any] = field(default_factory=dict)  # costs; a number is for a whole rank
 
     def run(self, name: str) -> tuple[Schedule, Timeline]:
-        if name.endswith(".csv"):
+        if name.lower().endswith(".csv"):
             schedule = Schedule.from_csv(name)
+            check(schedule)
             costs = self.costs(schedule.num_stages // schedule.num_ranks)
         else:
             known = FAMILIES.get(name)
             costs = self.costs(
                 self.options.get("chunks_per_rank") or (known.chunks if known else 1)
             )
+            is_searched = known and "costs" in known.options and self.given
             schedule = build_schedule(
                 name,
                 num_ranks=self.ranks,
                 num_microbatches=self.microbatches,
-                costs=costs if known and "costs" in known.options else None,
+                costs=costs if is_searched else None,
                 **self.options,
             )
         return schedule, simulate(schedule, costs)
 
     def costs(self, chunks: int) -> Costs:
         """A rank's share is split evenly over its chunks, so that schedules can be compared."""
-        if self.in_file is not None:
-            return Costs(**self.in_file | self.given)
-        shares: dict[str, Any] = dict.fromkeys(SHARED, 1.0) | self.given
-        if "retained" not in shares:
-            shares["retained"] = shares["activation"]
+        shares: dict[str, Any] = dict.fromkeys(UNIT, 1.0) | self.given
+        shares.setdefault("retained", shares["activation"])
         for name, value in shares.items():
-            if name != "transfer" and not isinstance(value, list):
+            if name not in BETWEEN_STAGES and isinstance(value, int | float):
                 shares[name] = value / chunks
         return Costs(**shares)
 
 
-SHARED = ("forward", "input_grad", "weight_grad", "activation")  # by the chunks of a rank
-GIVEN = (*SHARED[:3], "transfer", "activation", "retained")
+UNIT = ("forward", "input_grad", "weight_grad", "activation")
+BETWEEN_STAGES = ("transfer", "message", "links")  # no rank's share of anything
+GIVEN = ("forward", "input_grad", "weight_grad", "transfer", "activation", "retained")
 
 
 def _options(
@@ -222,9 +241,9 @@ def _per_stage(name: str, text: str) -> float | list[float]:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _file_costs(path: Path | None) -> dict[str, Any] | None:
+def _file_costs(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return None
+        return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -249,16 +268,23 @@ def _link(path: Path, values: dict[str, Any]) -> Link:
 
 
 def _compare(names: list[str], request: Request) -> None:
-    """A row for each schedule; each takes the options that it knows."""
+    """A row for each schedule; each takes the options that it knows, and one at least must."""
+    families = {name: FAMILIES[name].options for name in names if name in FAMILIES}
+    for option in request.options:
+        if not any(option in options for options in families.values()):
+            raise ScheduleError(f"{option} was given, but none of {', '.join(names)} takes it")
     timelines, refusals = [], []
     for name in names:
-        taken = FAMILIES[name].options if name in FAMILIES else ()
-        options = {option: value for option, value in request.options.items() if option in taken}
+        options = {o: v for o, v in request.options.items() if o in families.get(name, ())}
         try:
             timelines.append(replace(request, options=options).run(name)[1])
         except StagelineError as error:
-            refusals.append(f"[dim]{name}: {error}[/dim]")
-    _print(_comparison(timelines), *refusals)
+            refusals.append(f"{name}: {error}")
+    if not timelines:
+        raise ScheduleError("none of the schedules can be built\n" + "\n".join(refusals))
+    _print(_comparison(timelines))
+    for refusal in refusals:
+        typer.echo(refusal, err=True)
 
 
 def _comparison(timelines: list[Timeline]) -> Table:
@@ -269,7 +295,7 @@ def _comparison(timelines: list[Timeline]) -> Table:
         table.add_column(column, justify="right")
     for timeline in timelines:
         table.add_row(
-            timeline.name,
+            escape(timeline.name),
             number(timeline.makespan),
             number(timeline.lower_bound),
             percent(timeline.step_bubble),
@@ -305,21 +331,24 @@ def _print_grid(timeline: Timeline) -> None:
     if sys.stdout.isatty():
         from stageline.report.terminal import coloured  # noqa: PLC0415  not needed in a pipe
 
-        _print(coloured(timeline, Console().width))
+        console = Console()
+        _print(coloured(timeline, console.width, max(8, console.height - 1)))
     else:
         typer.echo(str(timeline))
 
 
-def _check_suffixes(paths: list[Path]) -> None:
+def _check_targets(paths: list[Path]) -> None:
     """Before a search that may take a while, not after it."""
     for path in paths:
-        if path.suffix != ".csv":
-            check_suffix(path)
+        if path.suffix.lower() not in (".csv", *WRITERS):
+            raise ReportError(f"{path} cannot be saved: use .svg, .html, .json or .csv")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ReportError(f"{path} cannot be saved: use a file in a folder that exists")
 
 
 def _save(paths: list[Path], schedule: Schedule, timeline: Timeline) -> None:
     for path in paths:
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             schedule.to_csv(path)
         else:
             timeline.save(path)
@@ -330,6 +359,10 @@ def main() -> None:
     """The command, with mistakes told in a line and no traceback."""
     try:
         app()
-    except (StagelineError, OSError) as error:
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        raise SystemExit(BAD_INPUT) from None
+    except StagelineError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(BAD_INPUT) from None

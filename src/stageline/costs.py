@@ -61,9 +61,8 @@ class Costs:
     optimizer_state: PerStage = 0.0
 
     message: PerStage = 0.0  # bytes that a stage sends on
-    links: Link | Mapping[tuple[int, int], Link] = field(
-        default_factory=Link
-    )  # all, or by (from, to) rank
+    # one for all, or by (from, to) rank; a pair that is not named costs nothing
+    links: Link | Mapping[tuple[int, int], Link] = field(default_factory=Link)
     reduce: PerStage = 0.0  # time of a stage's gradient reduction over replicas
     step: PerStage = 0.0  # time of a stage's optimizer step
 
@@ -87,6 +86,19 @@ class Costs:
                 f"give one number, or {num_stages}"
             )
         return value
+
+    def per_rank(self, name: str, placement: Sequence[int]) -> list[float]:
+        """The sum of one field over the stages of each rank."""
+        totals = [0.0] * (max(placement) + 1)
+        for rank, value in zip(placement, self.per_stage(name, len(placement)), strict=True):
+            totals[rank] += value
+        return totals
+
+    def static(self, placement: Sequence[int]) -> list[float]:
+        """By rank, what is held all the time: parameters, gradients and optimizer state."""
+        fields = ("parameters", "gradients", "optimizer_state")
+        parts = (self.per_rank(name, placement) for name in fields)
+        return [sum(sizes) for sizes in zip(*parts, strict=True)]
 
     def check_num_stages(self, num_stages: int) -> None:
         """Raise if any field has another number of values."""

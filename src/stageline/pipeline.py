@@ -16,7 +16,9 @@ from stageline.runtime import microbatches
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Step
 from stageline.runtime.stage import Stage, Target
+from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule
+from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
 from stageline.schedules.lower import lower
 from stageline.schedules.schedule import Schedule
@@ -111,13 +113,30 @@ class Pipeline:
 def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
     if isinstance(schedule, str):
         return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check(schedule)
     sizes = (schedule.num_ranks, schedule.num_microbatches)
     if sizes != (num_ranks, num_microbatches):
         raise ScheduleError(
             f"the schedule is for {sizes[0]} ranks and {sizes[1]} micro-batches, but the pipeline "
             f"for {num_ranks} and {num_microbatches}: use the same"
         )
+    _check_ascending(schedule)
     return schedule
+
+
+def _check_ascending(schedule: Schedule) -> None:
+    """The sum of gradients depends on its order in the last bits, so there is one order for all."""
+    latest: dict[int, Action] = {}
+    for row in schedule.actions:
+        for action in row:
+            if action.kind in (Kind.B, Kind.W):
+                before = latest.setdefault(action.stage, action)
+                if before.microbatch > action.microbatch:
+                    raise ScheduleError(
+                        f"{before} comes before {action}, but gradients are added in ascending "
+                        "order of micro-batches in every schedule: swap them"
+                    )
+                latest[action.stage] = action
 
 
 def _driver(backend: str, num_ranks: int) -> Driver:

@@ -1,7 +1,7 @@
 """For every rule a work that breaks just that rule, and what its error says and shows."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -37,6 +37,11 @@ class Broken(NamedTuple):
 BROKEN = {
     "something to do": Broken(
         Schedule(((), ()), (0, 1)), "2 ranks have nothing to do: is this a schedule?", ()
+    ),
+    "kinds": Broken(
+        Schedule(((Action(0, cast("Kind", "F"), 0), Action(0, Kind.B, 0)),), (0,)),
+        "0F0 has 'F' for its kind: use one of sl.Kind",
+        ("0F0",),
     ),
     "only compute": Broken(
         Schedule.from_text("0F0 0SEND_F0 0B0", "1F0 1B0"),
@@ -105,7 +110,7 @@ BROKEN = {
     ),
     "no deadlock": Broken(
         Schedule.from_text("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
-        "ranks 0, 1 wait for each other: 0B0 for 1B0, 1F1 for 0F1",
+        "ranks 0, 1 wait for each other: 0B0 for 1B0, 1F1 for 0F1: change the order of one of them",
         ("0B0", "1F1"),
     ),
 }
@@ -162,7 +167,8 @@ PROGRAM_BROKEN = {
     ),
     "no deadlock, buffered sends": Broken(
         program("0F0 0RECV_B0 0B0 0SEND_F0 0REDUCE_GRAD 0STEP", LAST_RANK),
-        "ranks 0, 1 wait for each other: 0B0 for 1SEND_B0, 1F0 for 0SEND_F0",
+        "ranks 0, 1 wait for each other: 0B0 for 1SEND_B0, 1F0 for 0SEND_F0: "
+        "change the order of one of them",
         ("0B0", "1F0"),
     ),
     "no deadlock, rendezvous sends": Broken(
@@ -171,7 +177,7 @@ PROGRAM_BROKEN = {
             "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
         ),
         "ranks 0, 1 wait for each other if sends wait for receives: "
-        "0SEND_F1 for 1RECV_F1, 1SEND_B0 for 0RECV_B0",
+        "0SEND_F1 for 1RECV_F1, 1SEND_B0 for 0RECV_B0: move a receive forward",
         ("0SEND_F1", "1SEND_B0"),
     ),
 }

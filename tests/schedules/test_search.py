@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stageline.costs import Costs
-from stageline.errors import ScheduleError
+from stageline.errors import ScheduleError, StagelineError
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.placement import wave
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.search.budget import (
+    MOST_SECONDS,
+    NUM_TIMINGS,
+    TASKS_PER_SECOND,
+    Budget,
+)
 from stageline.schedules.search.search import search_schedule
 from stageline.simulation.simulate import simulate
 
@@ -138,7 +147,7 @@ def test_a_limit_in_bytes_leaves_room_for_what_is_not_activations() -> None:
         ("8.5GiB", "rank 0 needs 8GiB before its first activation and 1GiB for one micro-batch"),
         ("a lot", "'a lot' is no size in bytes: write it like '22GiB'"),
         (0.5, "memory_limit is 0.5 micro-batches, but a rank needs 1 or more"),
-        (22 * 1024**3, "bytes as text, such as '22GiB'"),
+        (22 * 1024**3, "if these are bytes, write them as text, such as '22GiB'"),
     ],
 )
 def test_an_impossible_limit_says_what_is_needed(limit: float | str, message: str) -> None:
@@ -159,7 +168,74 @@ def test_several_chunks_in_a_loop_are_searched_as_well() -> None:
 
 
 def test_a_v_takes_an_even_number_of_chunks() -> None:
-    with pytest.raises(ScheduleError, match="chunks_per_rank is 3, but a V needs two: use 2"):
+    with pytest.raises(ScheduleError, match=r"chunks_per_rank is 3, but a V has two, .*: use 4"):
         search_schedule(4, 8, placement="v", chunks_per_rank=3)
     with pytest.raises(ScheduleError, match="placement is 'w', but the search knows 'straight'"):
         search_schedule(4, 8, placement="w")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0, but has to be a whole number from 1 up"),
+        ({"num_microbatches": 2.5}, "num_microbatches is 2.5, but has to be a whole number"),
+        ({"chunks_per_rank": -2}, "chunks_per_rank is -2, but has to be a whole number"),
+        ({"time_budget": 0}, "time_budget is 0, but has to be a number of seconds above 0"),
+        ({"time_budget": "1"}, "time_budget is '1', but has to be a number of seconds above 0"),
+        ({"costs": {"forward": 1}}, "costs is {'forward': 1}, but has to be a Costs: use sl.Costs"),
+        ({"memory_limit": [3]}, "memory_limit is [3], but has to be a int or float"),
+        ({"memory_limit": "6GiB"}, "an activation takes 1 bytes: give costs with activation in"),
+    ],
+)
+def test_wrong_arguments_are_told_at_the_door(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(StagelineError) as error:
+        search_schedule(**{"num_ranks": 4, "num_microbatches": 4} | arguments)
+    assert message in str(error.value)
+
+
+def test_a_hand_made_order_that_is_optimal_ends_the_search() -> None:
+    """64 ranks and 256 micro-batches would take a quarter of a minute otherwise."""
+    timeline = simulate(build_schedule("zbv", num_ranks=16, num_microbatches=64, costs=Costs()))
+    assert timeline.span_bubble == 0
+
+
+def test_a_slow_machine_finds_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget counts work: a clock that runs a thousand times as fast changes nothing."""
+
+    def once() -> Schedule:
+        return search_schedule(4, 16, uneven(8), 3, placement="v", time_budget=0.3)
+
+    at_leisure = once()
+    seconds = itertools.count(step=1000)
+    monkeypatch.setattr("time.monotonic", lambda: float(next(seconds)))
+    assert once() == at_leisure
+
+
+def test_a_budget_is_spent_once() -> None:
+    budget = Budget.of(100, time_budget=None)
+    assert budget.num_tasks == NUM_TIMINGS * 100
+    assert budget.may_spend(NUM_TIMINGS * 100)
+    assert budget.is_spent
+    assert not budget.may_spend(1)
+    assert Budget.of(100, time_budget=2.0).num_tasks == 2.0 * TASKS_PER_SECOND
+    assert Budget.of(10**9, time_budget=None).num_tasks == MOST_SECONDS * TASKS_PER_SECOND
+
+
+def test_progress_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with Budget(1000) as budget:
+        budget.may_spend(100)
+        assert not terminal.getvalue()
+        clock[0] = 1.5
+        budget.may_spend(100)
+        assert budget.bar is not None
+        progress = budget.bar[0]
+        assert progress.tasks[0].completed == 200
+        assert not progress.finished
+    assert not progress.live.is_started
+    assert "searching a schedule" in terminal.getvalue()

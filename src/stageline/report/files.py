@@ -15,14 +15,10 @@ WRITERS = {".svg": svg, ".html": page, ".json": trace}
 
 def save(timeline: Timeline, path: str | Path) -> None:
     path = Path(path)
-    check_suffix(path)
-    path.write_text(WRITERS[path.suffix.lower()](timeline), encoding="utf-8")
-
-
-def check_suffix(path: Path) -> None:
     if path.suffix.lower() not in WRITERS:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ReportError(
             f"{path.name!r} {ending}, but a timeline is saved as .svg, .html or .json: "
             "use one of them"
         )
+    path.write_text(WRITERS[path.suffix.lower()](timeline), encoding="utf-8")

@@ -9,16 +9,11 @@ from stageline.report.spans import Level, Span
 from stageline.schedules.action import Kind
 from stageline.schedules.placement import Placement
 
-STATIC = ("parameters", "gradients", "optimizer_state")
-
 
 def memory_curves(
     spans: Sequence[Sequence[Span]], placement: Placement, costs: Costs
 ) -> tuple[tuple[Level, ...], ...]:
-    static = [0.0] * len(spans)
-    for name in STATIC:
-        for rank, size in zip(placement, costs.per_stage(name, len(placement)), strict=True):
-            static[rank] += size
+    static = costs.static(placement)
     fields = ("activation", "retained", "working_set")
     sizes = list(zip(*(costs.per_stage(f, len(placement)) for f in fields), strict=True))
     return tuple(tuple(_curve(row, sizes, static[rank])) for rank, row in enumerate(spans))

@@ -14,6 +14,8 @@ from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.placement import Placement
 
+ROUNDED = 1 - 1e-9  # sums of times differ in their last digits by the order of adding
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -57,8 +59,10 @@ class Timeline:
     @property
     def span_bubble(self) -> float:
         """Idle share of the longest rank span: what is lost when steps follow without a barrier."""
-        longest, work = max(zip(self.rank_spans, self.busy, strict=True), default=(0.0, 0.0))
-        return (longest - work) / longest if longest else 0.0
+        longest = max(self.rank_spans, default=0.0)
+        pairs = zip(self.rank_spans, self.busy, strict=True)
+        work = max((work for span, work in pairs if span >= longest * ROUNDED), default=0.0)
+        return max(0.0, (longest - work) / longest) if longest else 0.0
 
     @cached_property
     def memory(self) -> tuple[tuple[Level, ...], ...]:
@@ -88,12 +92,12 @@ class Timeline:
         """Proven: with this placement, these costs and no more activations on any rank than here,
         no order of F, I and W has a smaller makespan. 0 if nothing is proven.
         """
-        return self._bounds.makespan
+        return _reached(self._bounds.makespan, self.makespan)
 
     @property
     def span_lower_bound(self) -> float:
         """The same for the longest rank span."""
-        return self._bounds.span
+        return _reached(self._bounds.span, max(self.rank_spans, default=0.0))
 
     @cached_property
     def _bounds(self) -> Bounds:
@@ -119,3 +123,8 @@ class Timeline:
         from stageline.report.text import plain, terminal_width  # noqa: PLC0415  as above
 
         return plain(self, terminal_width())
+
+
+def _reached(bound: float, reached: float) -> float:
+    """A bound that is reached is what was reached, to the last digit."""
+    return reached if abs(bound - reached) <= 1e-9 * reached else bound

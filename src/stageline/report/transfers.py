@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from stageline.costs import Costs
 from stageline.report.spans import Spans, Transfer
-from stageline.schedules.action import Action
 from stageline.schedules.edges import Edge, Routes
 from stageline.schedules.placement import Placement
 from stageline.schedules.times import Times
@@ -19,8 +18,5 @@ def transfers(
     for rank, row in enumerate(spans):
         for action, _, end in row:
             for send in routes.sends(action):
-                yield Transfer(rank, placement[send.peer], send, end, end + _flight(times, send))
-
-
-def _flight(times: Times, send: Action) -> float:
-    return times.latency(send.stage, send.peer)
+                arrival = end + times.latency(send.stage, send.peer)
+                yield Transfer(rank, placement[send.peer], send, end, arrival)

@@ -45,7 +45,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         microbatch = "" if self.microbatch == WHOLE_BATCH else str(self.microbatch)
         far = self.peer not in (NO_PEER, neighbour(self.stage, self.kind))
-        return f"{self.stage}{self.kind.value}{microbatch}" + (f">{self.peer}" if far else "")
+        return f"{self.stage}{self.kind}{microbatch}" + (f">{self.peer}" if far else "")
 
 
 def neighbour(stage: int, kind: Kind) -> int:

@@ -1,6 +1,8 @@
 """How fast any schedule can possibly be: proven lower bounds on makespan and longest span.
 
 All orders of F, I and W on a given placement are covered, with at most `limits[rank]` activations.
+(Orders in which micro-batches do not ascend are no better: call the k-th F, I and W of each stage
+those of micro-batch k, and every wait and every level of memory stays as it is.)
 Write a for the lowest and b for the highest stage of a rank. Its first action is an F of a, its
 last F is of b, its first I is of b and its last I is of a, because a micro-batch meets a rank's
 stages from a up to b and back. From this follow, for every rank:
@@ -28,6 +30,8 @@ from stageline.costs import Costs
 from stageline.schedules.action import Kind
 from stageline.schedules.placement import Placement
 from stageline.schedules.times import Times
+
+ROUNDING = 1 + 1e-9  # a peak may be a sum of sizes, and fall short of their product by a digit
 
 
 class Bounds(NamedTuple):
@@ -110,7 +114,7 @@ def _demand(way: _Way, rank: int, num_microbatches: int, limit: float) -> _Deman
     before_last_forward = (
         _all_work(forwards)
         + max(0.0, _all_work(unfinished) - _most_work(unfinished + weights, limit))
-        + (0.0 if limit >= _all_memory(forwards) else idle)  # else all F may precede the first I
+        + (0.0 if limit * ROUNDING >= _all_memory(forwards) else idle)  # all F may precede an I
     )
     before_last_input = (
         _all_work(items(way.activation, way.forward, way.inputs))
@@ -141,7 +145,7 @@ def _all_memory(items: list[_Item]) -> float:
 
 def _most_work(items: list[_Item], limit: float) -> float:
     """The most work whose data fit together; parts of it count, so it is never too little."""
-    total, room = 0.0, limit * (1 + 1e-12)
+    total, room = 0.0, limit * ROUNDING
     for size, work, times in sorted(items, key=_density, reverse=True):
         share = min(1.0, room / (size * times)) if size else 1.0
         total += share * work * times

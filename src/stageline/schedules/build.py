@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from stageline.arguments import check_size
 from stageline.costs import Costs
 from stageline.errors import ScheduleError
 from stageline.schedules.families.dualpipe_v import dualpipe_v
@@ -105,8 +106,8 @@ def build_schedule(
     1F0 1B0 1F1 1B1
     """
     family = _family(name)
-    for size_name, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        _check_size(size_name, size)
+    check_size("num_ranks", num_ranks)
+    check_size("num_microbatches", num_microbatches)
     options: dict[str, Any] = {
         "chunks_per_rank": chunks_per_rank,
         "group_size": group_size,
@@ -123,8 +124,9 @@ def build_schedule(
                 f"{name!r} was given {option}, but takes {_listed(family.options) or 'none'}: "
                 f"leave it out, or use {_listed(takers, 'or')}"
             )
-    if chunks_per_rank is not None:
-        _check_size("chunks_per_rank", chunks_per_rank)
+    for option in ("chunks_per_rank", "group_size"):
+        if option in given:
+            check_size(option, given[option])
     return replace(family.build(num_ranks, num_microbatches, **given), name=name)
 
 
@@ -134,11 +136,6 @@ def _family(name: str) -> Family:
     near = get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"use one of {_listed(FAMILIES, 'or')}"
     raise ScheduleError(f"schedule {name!r} is not known: {hint}")
-
-
-def _check_size(name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ScheduleError(f"{name} is {size!r}, but has to be a whole number from 1 up")
 
 
 def _listed(names: Any, last: str = "and") -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from stageline.arguments import check_type
 from stageline.schedules.action import COMPUTE, NO_PEER, Action, Kind
 from stageline.schedules.edges import chain, checked_edges
 from stageline.schedules.grid import Cell
@@ -29,6 +30,7 @@ def check(work: Schedule | Program) -> None:
     rank 0 │  0F0   0B0
     rank 1 │ >1B0< >1F0<
     """
+    check_type("a schedule", work, (Schedule, Program), "build one with sl.build_schedule")
     if JUDGED in work.__dict__:
         return
     if isinstance(work, Program):
@@ -82,6 +84,12 @@ def with_peer(facts: Facts) -> Iterator[Offence]:
     for cell, action in facts.all_cells():
         if action.peer != NO_PEER:
             yield Offence([cell], {"action": action, "peer": action.peer})
+
+
+def not_of_kind(facts: Facts) -> Iterator[Offence]:
+    for cell, action in facts.all_cells():
+        if type(action.kind) is not Kind:
+            yield Offence([cell], {"action": action, "kind": action.kind})
 
 
 def not_compute(facts: Facts) -> Iterator[Offence]:
@@ -182,6 +190,7 @@ def deadlocked(facts: Facts) -> Iterator[Offence]:
 NEEDED = "{early} comes before {late}, which it needs: swap them"
 RULES = (
     Rule("something to do", empty, "{num_ranks} ranks have nothing to do: is this a schedule?"),
+    Rule("kinds", not_of_kind, "{action} has {kind!r} for its kind: use one of sl.Kind"),
     Rule(
         "only compute",
         not_compute,
@@ -234,6 +243,6 @@ RULES = (
     Rule(
         "no deadlock",
         deadlocked,
-        "{ranks} wait for each other: {cycle}",
+        "{who}: {cycle}: change the order of one of them",
     ),
 )

@@ -41,23 +41,24 @@ class Routes:
 
     def sends(self, action: Action) -> list[Action]:
         """The messages that an action gives rise to."""
-        stage, kind, microbatch, _ = action
-        if kind is Kind.W:
-            return []
-        forward = kind is Kind.F
-        peers = self.readers[stage] if forward else self.writers[stage]
-        send = Kind.SEND_F if forward else Kind.SEND_B
-        return [Action(stage, send, microbatch, p) for p in peers if self.crosses(stage, p)]
+        kind, _, targets = self._message(action)
+        stage, microbatch = action.stage, action.microbatch
+        return [Action(stage, kind, microbatch, t) for t in targets if self.crosses(stage, t)]
 
     def awaited(self, action: Action) -> list[Action]:
         """The messages, as their sends, that an action needs."""
-        stage, kind, microbatch, _ = action
-        if kind is Kind.W:
-            return []
-        forward = kind is Kind.F
-        peers = self.writers[stage] if forward else self.readers[stage]
-        send = Kind.SEND_F if forward else Kind.SEND_B
-        return [Action(p, send, microbatch, stage) for p in peers if self.crosses(stage, p)]
+        kind, sources, _ = self._message(action)
+        stage, microbatch = action.stage, action.microbatch
+        return [Action(s, kind, microbatch, stage) for s in sources if self.crosses(stage, s)]
+
+    def _message(self, action: Action) -> tuple[Kind, list[int], list[int]]:
+        """The kind of an action's messages, the stages they come from, and those they go to."""
+        writers, readers = self.writers[action.stage], self.readers[action.stage]
+        if action.kind is Kind.F:
+            return Kind.SEND_F, writers, readers
+        return (
+            (Kind.SEND_B, readers, writers) if action.kind is not Kind.W else (Kind.SEND_B, [], [])
+        )
 
 
 def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from stageline.arguments import check_type
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, Routes, chain, checked_edges
@@ -32,6 +33,7 @@ def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
     >>> print(*program.actions[0])
     0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP
     """
+    check_type("a schedule", schedule, Schedule, "build one with sl.build_schedule")
     check(schedule)
     edges = chain(schedule.num_stages) if edges is None else edges
     routes = Routes(checked_edges(edges, schedule.num_stages), schedule.placement)
@@ -96,7 +98,7 @@ def _forebears(routes: Routes) -> dict[tuple[int, Kind, int], list[tuple[int, bo
         found[writer, Kind.SEND_F, target] = values
         target = home[writer]
         gradients = [(stage, False) for stage in after[reader] if home[stage] == target]
-        found[reader, Kind.SEND_B, target] = [*gradients, (writer, True)]
+        found[reader, Kind.SEND_B, target] = gradients
     return found
 
 

@@ -23,7 +23,7 @@ class Program:
     """What every rank does in one step, in order; the simulator and the runtime both execute it.
 
     A send hands its message over and goes on. A receive only asks for a message; the action that
-    needs it waits for it. Messages between two ranks arrive in the order in which they were sent.
+    needs it waits for it. Messages from one rank to another are asked for in the order of sends.
     A reduction starts where it stands and runs beside what follows, until its optimizer step.
     """
 

@@ -168,10 +168,12 @@ PROGRAM_RULES = (
         after_the_end,
         "{action} comes after {step}, the end of its stage: move it forward",
     ),
-    Rule("no deadlock, buffered sends", deadlocked, "{ranks} wait for each other: {cycle}"),
+    Rule(
+        "no deadlock, buffered sends", deadlocked, "{who}: {cycle}: change the order of one of them"
+    ),
     Rule(
         "no deadlock, rendezvous sends",
         deadlocked_by_rendezvous,
-        "{ranks} wait for each other if sends wait for receives: {cycle}",
+        "{who} if sends wait for receives: {cycle}: move a receive forward",
     ),
 )

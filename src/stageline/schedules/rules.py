@@ -65,6 +65,7 @@ def waiting_for_each_other(
         return rows[cell[0]][cell[1]]
 
     steps = [f"{name((r, run.progress[r]))} for {name(cells[missing[r]])}" for r in circle]
-    ranks = f"ranks {', '.join(map(str, sorted(circle)))}"
-    words = {"ranks": ranks, "cycle": ", ".join(steps)}
+    several = f"ranks {', '.join(map(str, sorted(circle)))} wait for each other"
+    who = several if len(circle) > 1 else f"rank {circle[0]} waits for itself"
+    words = {"who": who, "cycle": ", ".join(steps)}
     yield Offence([(r, run.progress[r]) for r in circle], words)

@@ -29,6 +29,12 @@ class Schedule:
     placement: Placement
     name: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        """Lists become tuples: a schedule that was checked must not change."""
+        if not all(isinstance(rows, tuple) for rows in (self.actions, *self.actions)):
+            object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
+        object.__setattr__(self, "placement", tuple(self.placement))
+
     @staticmethod
     def of(actions: Iterable[Iterable[Action]], placement: Placement, name: str = "") -> Schedule:
         return Schedule(tuple(tuple(row) for row in actions), placement, name)

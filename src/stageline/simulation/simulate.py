@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stageline.arguments import check_type
 from stageline.costs import Costs
+from stageline.errors import CostsError
 from stageline.report.spans import Span, Spans, Transfer
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import COMPUTE, Action, Kind
@@ -28,9 +30,10 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan, timeline.step_bubble
     (21.0, 0.4285714285714286)
     """
-    costs = costs or Costs()
-    costs.check_num_stages(len(work.placement))
+    costs = Costs() if costs is None else costs
+    check_type("costs", costs, Costs, "use sl.Costs(forward=…)", CostsError)
     check(work)
+    costs.check_num_stages(len(work.placement))
     if isinstance(work, Schedule) and any(map(costs.is_set, ("message", "reduce", "step"))):
         work = lower(work)  # messages that queue, reductions and steps have to be written out
     times = Times(costs, work.placement)

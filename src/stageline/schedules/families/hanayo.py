@@ -11,8 +11,7 @@ cell one micro-batch passes forward through a wave, and one backward:
     │ F f b b B B │ F f b b B B │ …        upper case on the wave's way down, lower on its way up
 
 A pass takes p cells to come back to the first rank. So p micro-batches take turns in the first
-wave, then the same p in the second, and so on, and no cell stays empty
-if p divides m.
+wave, then the same p in the second, and so on, and no cell stays empty if p divides m.
 
 Placement and waves are the paper's; the order in the cells is our own, with at most its bubble.
 """

@@ -1,4 +1,8 @@
-"""How much the search may spend, counted in tasks so that the same call always spends the same."""
+"""How much the search may spend, in tasks and not in seconds: the same call spends the same.
+
+A clock would make the result depend on what else the machine does. Ranks that search each for
+itself would end up with different schedules, and wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,20 @@ SILENT_SECONDS = 1.0
 class Budget:
     """Counts down; shows a progress bar on a terminal once a second has passed."""
 
-    def __init__(self, num_tasks: float, seconds: float) -> None:
+    def __init__(self, num_tasks: float) -> None:
         self.num_tasks, self.num_spent = num_tasks, 0.0
         self.started = time.monotonic()
-        self.deadline = self.started + seconds
         self.bar: tuple[Progress, TaskID] | None = None
 
     @staticmethod
     def of(tasks_per_order: int, time_budget: float | None) -> Budget:
         if time_budget is not None:
-            return Budget(time_budget * TASKS_PER_SECOND, time_budget)
-        num_tasks = min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND)
-        return Budget(num_tasks, 2 * MOST_SECONDS)
+            return Budget(time_budget * TASKS_PER_SECOND)
+        return Budget(min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND))
 
     @property
     def is_spent(self) -> bool:
-        return self.num_spent >= self.num_tasks or time.monotonic() > self.deadline
+        return self.num_spent >= self.num_tasks
 
     def may_spend(self, num_tasks: int) -> bool:
         """Whether there was anything left to spend; it is spent then."""

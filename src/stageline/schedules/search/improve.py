@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stageline.schedules.precedence import NEVER, Run, run_lanes
-from stageline.schedules.search.problem import Candidate, Lanes, Problem
+from stageline.schedules.search.problem import Candidate, Problem
 
 
 class Move(NamedTuple):
@@ -42,7 +42,14 @@ def _first_better(
     problem: Problem, candidate: Candidate, may_spend: Callable[[int], bool]
 ) -> Candidate | None:
     for move in _moves(problem, candidate):
-        moved = _moved(problem, candidate, move, may_spend)
+        lane = list(candidate.lanes[move.rank])
+        lane.insert(move.target, lane.pop(move.source))
+        if not problem.fits(lane, move.rank):
+            continue
+        kept = _kept(candidate, move)
+        if not may_spend(problem.num_tasks - sum(kept)):
+            return None
+        moved = _moved(problem, candidate, move.rank, lane, kept)
         if moved and moved.score < candidate.score:
             return moved
     return None
@@ -94,31 +101,24 @@ def _is_legal(problem: Problem, lane: list[int], move: Move) -> bool:
     return all(may_pass(task, other) for other in lane[low : high + 1] if other != task)
 
 
+def _kept(candidate: Candidate, move: Move) -> list[int]:
+    """By rank, how many tasks stay as they are: those that start before the first one touched."""
+    changed = min(move.source, move.target)
+    time = candidate.starts[candidate.lanes[move.rank][changed]]
+    kept = [bisect_left(lane, time, key=candidate.starts.__getitem__) for lane in candidate.lanes]
+    kept[move.rank] = changed
+    return kept
+
+
 def _moved(
-    problem: Problem, candidate: Candidate, move: Move, may_spend: Callable[[int], bool]
+    problem: Problem, candidate: Candidate, rank: int, lane: list[int], kept: list[int]
 ) -> Candidate | None:
-    """The candidate after a move, if it fits in memory, runs, and may be tried at all."""
-    lane = list(candidate.lanes[move.rank])
-    lane.insert(move.target, lane.pop(move.source))
-    if not problem.fits(lane, move.rank):
-        return None
+    """The candidate with another order on one rank, unless that is a deadlock."""
     lanes = [*candidate.lanes]
-    lanes[move.rank] = lane
-    begun = _begun(candidate, lanes, move)
-    if not may_spend(problem.num_tasks - sum(begun.progress)):
-        return None
+    lanes[rank] = lane
+    begun = Run([*candidate.starts], [*candidate.ends], kept)
+    for tasks, num_kept in zip(lanes, kept, strict=True):
+        for task in tasks[num_kept:]:
+            begun.ends[task] = NEVER
     run = run_lanes(lanes, problem.durations, problem.waits, begun)
     return Candidate(lanes, run.starts, run.ends) if run.is_complete(lanes) else None
-
-
-def _begun(candidate: Candidate, lanes: Lanes, move: Move) -> Run:
-    """All that starts before the first task that a move touches stays as it is."""
-    starts, ends = [*candidate.starts], [*candidate.ends]
-    changed = min(move.source, move.target)
-    time = starts[candidate.lanes[move.rank][changed]]
-    progress = [bisect_left(lane, time, key=starts.__getitem__) for lane in candidate.lanes]
-    progress[move.rank] = changed
-    for lane, kept in zip(lanes, progress, strict=True):
-        for task in lane[kept:]:
-            ends[task] = NEVER
-    return Run(starts, ends, progress)

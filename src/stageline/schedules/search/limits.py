@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import inf
 
+from stageline.arguments import check_type
 from stageline.costs import Costs
 from stageline.errors import ScheduleError
 from stageline.schedules.placement import Placement
 from stageline.units import format_bytes, parse_bytes
 
-STATIC = ("parameters", "gradients", "optimizer_state")
 MOST_MICROBATCHES = 1e6  # nobody means so many: it is bytes that were given as a number
 
 
@@ -22,15 +22,21 @@ def activation_limits(
     bytes, such as "22GiB", of which parameters, gradients, optimizer state and the largest working
     set of recomputation are taken off first.
     """
-    per_microbatch = _by_rank(placement, costs, "activation")
+    per_microbatch = costs.per_rank("activation", placement)
     if memory_limit is None:
         return (inf,) * len(per_microbatch)
     if isinstance(memory_limit, str):
         return _left_of_bytes(memory_limit, placement, costs, per_microbatch)
-    if not 1 <= memory_limit <= MOST_MICROBATCHES:
+    check_type("memory_limit", memory_limit, (int, float), "micro-batches, or text like '22GiB'")
+    if isinstance(memory_limit, bool) or not memory_limit >= 1:
         raise ScheduleError(
             f"memory_limit is {memory_limit} micro-batches, but a rank needs 1 or more to run: "
-            "use a number of micro-batches, or bytes as text, such as '22GiB'"
+            "use more, or bytes as text, such as '22GiB'"
+        )
+    if memory_limit > MOST_MICROBATCHES:
+        raise ScheduleError(
+            f"memory_limit is {memory_limit:g}, but a number counts micro-batches: "
+            "if these are bytes, write them as text, such as '22GiB'; None is no limit"
         )
     return tuple(memory_limit * size for size in per_microbatch)
 
@@ -41,10 +47,14 @@ def _left_of_bytes(
     try:
         total = parse_bytes(memory_limit)
     except ValueError as error:
-        raise ScheduleError(f"memory_limit is {error}") from error
-    static = [
-        sum(sizes) for sizes in zip(*(_by_rank(placement, costs, f) for f in STATIC), strict=True)
-    ]
+        raise ScheduleError(f"memory_limit does not say how much: {error}") from error
+    largest = max(costs.per_stage("activation", len(placement)))
+    if largest <= 1:
+        raise ScheduleError(
+            f"memory_limit is {memory_limit!r}, but an activation takes {largest:g} bytes: "
+            "give costs with activation in bytes, or a limit in micro-batches"
+        )
+    static = costs.static(placement)
     working = costs.per_stage("working_set", len(placement))
     limits = []
     for rank, needed in enumerate(per_microbatch):
@@ -59,10 +69,3 @@ def _left_of_bytes(
             )
         limits.append(total - taken)
     return tuple(limits)
-
-
-def _by_rank(placement: Placement, costs: Costs, name: str) -> list[float]:
-    totals = [0.0] * (max(placement) + 1)
-    for rank, size in zip(placement, costs.per_stage(name, len(placement)), strict=True):
-        totals[rank] += size
-    return totals

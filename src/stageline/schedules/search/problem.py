@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from stageline.costs import Costs
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.bounds import Bounds, lower_bounds
+from stageline.schedules.bounds import ROUNDING, Bounds, lower_bounds
 from stageline.schedules.edges import chain
 from stageline.schedules.placement import Placement
 from stageline.schedules.precedence import Numbering, Waits, run_lanes, waits_of
@@ -19,7 +19,6 @@ from stageline.schedules.times import Times
 T = TypeVar("T")
 Lanes = list[list[int]]  # for each rank, its tasks in order
 PHASES = (Kind.F, Kind.I, Kind.W)
-ROUNDING = 1 + 1e-9  # sums of sizes differ in their last digits from one order of adding to another
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,8 @@ class Candidate:
 
     def reaches(self, bounds: Bounds) -> bool:
         """Whether it is proven that no order is better."""
-        return self.score[:2] <= (_ten_digits(bounds.span), _ten_digits(bounds.makespan))
+        span, makespan, _ = self.score
+        return span <= _ten_digits(bounds.span) and makespan <= _ten_digits(bounds.makespan)
 
 
 def _ten_digits(value: float) -> float:

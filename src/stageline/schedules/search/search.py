@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
+from stageline.arguments import check_seconds, check_size, check_type
 from stageline.costs import Costs
-from stageline.errors import ScheduleError
+from stageline.errors import CostsError, ScheduleError
 from stageline.schedules.action import Kind
+from stageline.schedules.bounds import Bounds
 from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
 from stageline.schedules.families.v_half import v_half
 from stageline.schedules.families.v_min import v_min
@@ -36,7 +39,6 @@ def search_schedule(
     placement: str = "straight",
     time_budget: float | None = None,
     seed: int = 0,
-    name: str = "searched",
 ) -> Schedule:
     """The best order of F, I and W that can be found for these costs within a memory limit.
 
@@ -45,8 +47,8 @@ def search_schedule(
     parameters and the like are taken off). `placement` is "straight" (one chunk a rank, or
     `chunks_per_rank` in a loop) or "v" (two, or another even number, in waves).
 
-    The same call gives the same schedule. The amount of work depends on sizes alone; `time_budget`
-    sets it to about so many seconds, and ends the search then on a machine too slow for it.
+    The same call gives the same schedule, on any machine: the amount of work depends on sizes, or
+    on `time_budget`, which is what so many seconds of one core of a small machine can do.
 
     >>> schedule = search_schedule(4, 8, Costs(weight_grad=0.5), memory_limit=8)
     >>> from stageline.simulation.simulate import simulate
@@ -54,13 +56,21 @@ def search_schedule(
     >>> timeline.rank_spans[0], timeline.span_lower_bound
     (22.5, 22.5)
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
+    check_type("costs", costs, Costs, "use sl.Costs(forward=…)", CostsError)
+    check_size("num_ranks", num_ranks)
+    check_size("num_microbatches", num_microbatches)
+    if chunks_per_rank is not None:
+        check_size("chunks_per_rank", chunks_per_rank)
+    if time_budget is not None:
+        check_seconds("time_budget", time_budget)
     where = _placement(placement, num_ranks, chunks_per_rank)
+    costs.check_num_stages(len(where))
     limits = activation_limits(memory_limit, where, costs)
     problem = Problem(where, num_microbatches, costs, limits)
     with Budget.of(problem.num_tasks, time_budget) as budget:
         best = _search(problem, budget, random.Random(seed))
-    return problem.schedule(best.lanes, name)
+    return problem.schedule(best.lanes, "searched")
 
 
 def _placement(placement: str, num_ranks: int, chunks_per_rank: int | None) -> Placement:
@@ -68,8 +78,11 @@ def _placement(placement: str, num_ranks: int, chunks_per_rank: int | None) -> P
         return loop(num_ranks, chunks_per_rank or 1)
     if placement != "v":
         raise ScheduleError(f"placement is {placement!r}, but the search knows 'straight' and 'v'")
-    if chunks_per_rank is not None and (chunks_per_rank < 2 or chunks_per_rank % 2):
-        raise ScheduleError(f"chunks_per_rank is {chunks_per_rank}, but a V needs two: use 2")
+    if chunks_per_rank is not None and chunks_per_rank % 2:
+        raise ScheduleError(
+            f"chunks_per_rank is {chunks_per_rank}, but a V has two, or two for each wave: "
+            f"use {chunks_per_rank + 1}"
+        )
     return wave(num_ranks, chunks_per_rank or 2)
 
 
@@ -83,6 +96,7 @@ class Way(NamedTuple):
 PROFILES = tuple(product((0.5, 0.0, 0.2, 1.0), (0.0, 0.2, 0.5, 1.0)))
 HOLDS = ((0.5, True), (0.25, True), (1.0, True), (0.25, False))  # and whether in fill only
 NUM_REFINED = 3
+NUM_ENOUGH = 8  # ways to try for a shorter makespan when the span is known to be the shortest
 WALK_COST = 5  # a walk takes five times as long as timing the order that it leads to
 
 
@@ -93,16 +107,22 @@ def _search(problem: Problem, budget: Budget, rng: random.Random) -> Candidate:
     def is_over() -> bool:
         return budget.is_spent or _best(pool).reaches(problem.bounds)
 
-    for way in _first_ways(problem):
-        if not is_over():
-            pool += _candidates(problem, way, budget)
+    def is_proven() -> bool:
+        return _best(pool).reaches(Bounds(inf, problem.bounds.span))
+
+    for number, way in enumerate(_first_ways(problem)):
+        if is_over() or (number >= NUM_ENOUGH and is_proven()):
+            break
+        pool += _candidates(problem, way, budget)
+    if is_proven():
+        return _best(pool)
     leaders = sorted(pool, key=_score)[:NUM_REFINED]
     for leader, profile in product(leaders, PROFILES):
-        if not is_over():
+        if not is_over() and not is_proven():
             pool += _candidates(problem, Way(follow(problem, leader.lanes), profile), budget)
     leaders = sorted(pool, key=_score)[:NUM_REFINED]
     pool = [improve(problem, leader, budget.may_spend) for leader in leaders]
-    while not is_over() and _best(pool).span > problem.bounds.span:
+    while not is_over() and not is_proven():
         found = _candidates(problem, _random_way(problem, _best(pool), rng), budget)
         pool = [_best(pool)] + [improve(problem, one, budget.may_spend) for one in found]
     return _best(pool)
@@ -140,14 +160,13 @@ def _first_ways(problem: Problem) -> Iterator[Way]:
 
 def _shapes(problem: Problem) -> Iterator[Lanes]:
     """Hand-made schedules on the same placement: their order of F and I is often the best."""
-    for family in (zbv, zb_h2, zb_h1, v_half, v_min, _interleaved):
-        schedule = family(problem.num_ranks, problem.num_microbatches)
-        if schedule.placement == problem.placement:
-            yield problem.lanes(schedule)
-
-
-def _interleaved(num_ranks: int, num_microbatches: int) -> Schedule:
-    return interleaved_1f1b(num_ranks, num_microbatches, chunks_per_rank=2)
+    shapes: dict[Placement, tuple[Callable[[int, int], Schedule], ...]] = {
+        loop(problem.num_ranks): (zb_h2, zb_h1),
+        loop(problem.num_ranks, 2): (interleaved_1f1b,),
+        wave(problem.num_ranks): (zbv, v_half, v_min),
+    }
+    for family in shapes.get(problem.placement, ()):
+        yield problem.lanes(family(problem.num_ranks, problem.num_microbatches))
 
 
 def _one_at_a_time(problem: Problem) -> Lanes:

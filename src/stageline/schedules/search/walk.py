@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 from math import inf
 
 from stageline.schedules.action import Kind
-from stageline.schedules.search.problem import ROUNDING, Lanes, Problem
+from stageline.schedules.bounds import ROUNDING
+from stageline.schedules.search.problem import Lanes, Problem
 
 NOTHING = -1
 HELD = -2  # an F is there, but makes way for what arrives
