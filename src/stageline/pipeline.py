@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.errors import BatchError, ScheduleError
+from stageline.errors import BatchError, ModelError, ScheduleError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.runtime import microbatches
+from stageline.runtime.ambient import Ambient
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Step
 from stageline.runtime.stage import Stage, Target
@@ -23,6 +24,7 @@ from stageline.schedules.edges import Edge
 from stageline.schedules.lower import lower
 from stageline.schedules.schedule import Schedule
 
+RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
@@ -64,14 +66,18 @@ class Pipeline:
         num_microbatches: int,
         schedule: str | Schedule = "1f1b",
         balance: Sequence[int] | None = None,
+        recompute: str | Sequence[str] = "never",
         backend: str = "threads",
+        seed: int = 0,
     ) -> None:
         self.layers, self.loss_fn = LayerSequence.of(model), loss_fn
         self.schedule = _schedule(schedule, num_ranks, num_microbatches)
         cuts = cut(self.layers, self.schedule.num_stages, balance)
         edges, sent = _edges(self.layers, cuts)
         stages = [Stage(self.layers, numbers, sent[s]) for s, numbers in enumerate(cuts)]
-        self.executor = Executor(lower(self.schedule, edges), self.layers, stages)
+        modes = _recompute_modes(recompute, len(cuts))
+        self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
+        self.seed, self.num_steps = seed, 0
         self.driver = _driver(backend, num_ranks)
 
     def step(self, inputs: Any, target: Any) -> StepResult:
@@ -85,13 +91,16 @@ class Pipeline:
         step = Step(
             [self._named(part) for part in parts],
             [Target(self.loss_fn, part, weight) for part, weight in targets],
+            self.seed,
+            self.num_steps,
+            Ambient.here(),
         )
         try:
             self.driver.run(self.executor, step)
         finally:
             for stage in self.executor.stages:
-                stage.held.clear()
-                stage.owed.clear()
+                stage.clear()
+            self.num_steps += 1
         return StepResult(tuple(step.losses[i] for i in range(len(weights))), tuple(weights))
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
@@ -137,6 +146,16 @@ def _check_ascending(schedule: Schedule) -> None:
                         "order of micro-batches in every schedule: swap them"
                     )
                 latest[action.stage] = action
+
+
+def _recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    modes = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
+    if len(modes) != num_stages or not set(modes) <= set(RECOMPUTE):
+        raise ModelError(
+            f"recompute is {recompute!r}, but {num_stages} stages take one of "
+            f"{', '.join(map(repr, RECOMPUTE))}, or one for each stage"
+        )
+    return modes
 
 
 def _driver(backend: str, num_ranks: int) -> Driver:

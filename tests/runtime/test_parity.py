@@ -16,10 +16,12 @@ from torch.nn.functional import mse_loss
 
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
+from stageline.runtime.randomness import layer_seed
 from stageline.schedules.build import schedule_names
 from stageline.schedules.schedule import Schedule
 
 NUM_STEPS = 3
+SEED = 11
 
 
 class Case(NamedTuple):
@@ -29,10 +31,11 @@ class Case(NamedTuple):
     inputs: Any
     target: Tensor
 
-    def output(self, inputs: Any) -> Any:
-        """All layers one after another, each given the values that it names."""
+    def output(self, inputs: Any, step: int, microbatch: int) -> Any:
+        """All layers one after another, each given the values that it names and its own seed."""
         values = dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
         for layer in self.layers.layers:
+            torch.manual_seed(layer_seed(SEED, step, microbatch, layer.name))
             result = layer.module(*(values[name] for name in layer.reads))
             results = result if len(layer.writes) > 1 else (result,)
             values |= dict(zip(layer.writes, results, strict=True))
@@ -108,6 +111,31 @@ def readers() -> Case:
     return Case(layers, inputs, torch.randn(10, 2))
 
 
+class Block(nn.Module):
+    """Attention and feed-forward with dropout, and some noise that no module of torch's makes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=0.2, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.2))
+        self.back = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = x + 0.01 * torch.randn_like(x)
+        fed: Tensor = x + self.back(self.feed(self.norm2(x)))
+        return fed
+
+
+def transformer() -> Case:
+    """Tokens in, dropout everywhere."""
+    blocks = [Block(8) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Dropout(0.1), *blocks, nn.Linear(8, 4))
+    return Case(LayerSequence.of(model), torch.randint(20, (9, 5)), torch.randn(9, 5, 4))
+
+
 def cut_plainly(batch: Any, sizes: list[int]) -> list[Any]:
     if isinstance(batch, dict):
         parts = {name: cut_plainly(item, sizes) for name, item in batch.items()}
@@ -123,11 +151,11 @@ def plain_loop(case: Case, num_microbatches: int) -> list[float]:
     each, more = divmod(total, num_microbatches)
     sizes = [size for i in range(num_microbatches) if (size := each + (i < more))]
     losses = []
-    for _ in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
         parts = zip(cut_plainly(case.inputs, sizes), torch.split(case.target, sizes), strict=True)
         loss = 0.0
-        for inputs, target in parts:
-            part = mse_loss(case.output(inputs), target) * (len(target) / total)
+        for microbatch, (inputs, target) in enumerate(parts):
+            part = mse_loss(case.output(inputs, step, microbatch), target) * (len(target) / total)
             part.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             loss += float(part.detach())
         optimizer.step()
@@ -139,7 +167,7 @@ def plain_loop(case: Case, num_microbatches: int) -> list[float]:
 def pipelined(case: Case, **options: Any) -> list[float]:
     modules = nn.ModuleList(layer.module for layer in case.layers.layers)
     optimizer = torch.optim.AdamW(modules.parameters(), lr=1e-2)
-    pipe = Pipeline(case.layers, mse_loss, **options)
+    pipe = Pipeline(case.layers, mse_loss, seed=SEED, **options)
     losses = []
     for _ in range(NUM_STEPS):
         losses.append(float(pipe.step(case.inputs, case.target).loss))
@@ -193,3 +221,29 @@ def test_an_order_made_by_hand_trains_to_the_same_bits() -> None:
         "0F0 3F0 3B0 0F1 3F1 3I1 0B0 3W1 0I1 0W1", "1F0 2F0 2B0 1B0 1F1 2F1 2I1 1I1 2W1 1W1"
     )
     assert_same_bits(chain, 2, schedule=schedule, num_ranks=2)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "backend"),
+    [
+        ("gpipe", 1, "serial"),
+        ("gpipe", 3, "threads"),
+        ("1f1b", 2, "serial"),
+        ("1f1b", 4, "threads"),
+        ("zb_h2", 3, "threads"),
+        ("zbv", 2, "threads"),
+        ("interleaved_1f1b", 2, "threads"),
+    ],
+)
+def test_dropout_and_recomputation_change_no_bit(
+    schedule: str, num_ranks: int, backend: str, recompute: str
+) -> None:
+    options = {"num_ranks": num_ranks, "backend": backend, "recompute": recompute}
+    assert_same_bits(transformer, 4, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("make", [unet, readers])
+def test_recomputation_of_some_stages_changes_no_bit(make: Callable[[], Case]) -> None:
+    modes = ["always", "never", "except_last"]
+    assert_same_bits(make, 4, schedule="zb_h1", num_ranks=3, recompute=modes)

@@ -41,7 +41,8 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        y = x[None]  # one tensor in three places
+        mixed: Tensor = self.attention(y, y, y, need_weights=False)[0]
         return mixed[0]
 
 

@@ -6,12 +6,13 @@ driver decides what waiting means: `serial` lets another rank go on, `threads` b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime.stage import Gradients, Stage, Target
+from stageline.runtime.ambient import Ambient
+from stageline.runtime.stage import Gradients, Pass, Stage, Target
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.program import Program
 
@@ -25,6 +26,9 @@ class Step:
 
     inputs: list[Mapping[str, Any]]  # by micro-batch, the values that the loader brings
     targets: list[Target]
+    seed: int
+    number: int  # how many steps came before
+    ambient: Ambient
     losses: dict[int, Any] = field(default_factory=dict)
     now: dict[int, Action] = field(default_factory=dict)  # by rank, for errors
 
@@ -32,8 +36,15 @@ class Step:
 class Executor:
     """Carries out programs on stages that stay."""
 
-    def __init__(self, program: Program, layers: LayerSequence, stages: list[Stage]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        layers: LayerSequence,
+        stages: list[Stage],
+        recompute: Sequence[str],
+    ) -> None:
         self.program, self.layers, self.stages = program, layers, stages
+        self.recompute = recompute  # by stage
         self.routes = program.routes
         self.in_halves = {
             (stage, microbatch)
@@ -55,6 +66,8 @@ class Executor:
             elif action.kind is Kind.W:
                 self.stages[action.stage].weight_gradients(action.microbatch)
             elif action.kind in (Kind.F, Kind.I, Kind.B):
+                if action.kind is not Kind.F:
+                    self.stages[action.stage].prepare_backward(action.microbatch)
                 received: dict[Value, Any] = {}
                 for message in self._awaited(action):
                     is_far = self.routes.crosses(message.stage, message.peer)
@@ -77,12 +90,20 @@ class Executor:
         stage, _, microbatch, _ = action
         brought = step.inputs[microbatch]
         values |= {v: brought[v.name] for v in self.reads[stage] if v.writer == INPUT}
-        target = self._target(stage, microbatch, step)
-        in_halves = (stage, microbatch) in self.in_halves
-        written = self.stages[stage].forward(microbatch, values, target, in_halves=in_halves)
-        if target:
-            loss = self.stages[stage].held[microbatch].loss
-            step.losses[microbatch] = None if loss is None else loss.detach()
+        written, loss = self.stages[stage].forward(
+            Pass(
+                microbatch,
+                values,
+                self._target(stage, microbatch, step),
+                step.seed,
+                step.number,
+                step.ambient,
+                in_halves=(stage, microbatch) in self.in_halves,
+                recompute=self._is_recomputed(stage, microbatch, step),
+            )
+        )
+        if loss is not None:
+            step.losses[microbatch] = loss
         return {
             Action(stage, Kind.SEND_F, microbatch, reader): {
                 value: written[value] for value in self.reads[reader] & written.keys()
@@ -104,6 +125,11 @@ class Executor:
             }
             for writer in self.routes.writers[stage]
         }
+
+    def _is_recomputed(self, stage: int, microbatch: int, step: Step) -> bool:
+        mode = self.recompute[stage]
+        is_last = microbatch == len(step.targets) - 1
+        return mode == "always" or (mode == "except_last" and not is_last)
 
     def _target(self, stage: int, microbatch: int, step: Step) -> Target | None:
         return step.targets[microbatch] if stage == len(self.stages) - 1 else None

@@ -80,10 +80,10 @@ class CatchWeights(TorchFunctionMode):
         if func not in CAUGHT or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         items, form = pytree.tree_flatten((args, kwargs))
-        weights = [item for item in items if isinstance(item, nn.Parameter) and item.requires_grad]
+        weights = {id(i): i for i in items if isinstance(i, nn.Parameter) and i.requires_grad}
         if not weights:
             return func(*args, **kwargs)
-        return self._catch(func, items, form, weights)
+        return self._catch(func, items, form, list(weights.values()))
 
     def _catch(
         self,
@@ -92,7 +92,9 @@ class CatchWeights(TorchFunctionMode):
         form: pytree.TreeSpec,
         weights: list[nn.Parameter],
     ) -> Any:
-        inputs = [i for i in items if _needs_gradient(i) and not isinstance(i, nn.Parameter)]
+        # what is given several times, as query and as key say, is one input with one gradient
+        needy = {id(i): i for i in items if _needs_gradient(i) and not isinstance(i, nn.Parameter)}
+        inputs = list(needy.values())
         copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
         args, kwargs = pytree.tree_unflatten([copies.get(id(i), i) for i in items], form)
         results, result_form = pytree.tree_flatten(func(*args, **kwargs))

@@ -11,21 +11,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stageline.model.layers import LayerSequence, Value
+from stageline.runtime.ambient import Ambient
+from stageline.runtime.randomness import drawing, layer_seed
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
 
 Values = Mapping[Value, Any]
 # The gradients of a value's tensors, by the number of the layer that read it.
 Gradients = dict[Value, list[tuple[int, list[torch.Tensor | None]]]]
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a micro-batch leaves behind on a stage until its backward."""
-
-    reads: dict[tuple[int, Value], Any]  # by layer and value: leaves that collect gradients
-    writes: dict[Value, Any]  # values that later stages read
-    loss: torch.Tensor | None
-    calls: list[Caught]  # that use weights, if the backward comes in halves
 
 
 @dataclass(frozen=True)
@@ -40,61 +32,81 @@ class Target:
         return self.loss_fn(output, self.target)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """All that the forward of a micro-batch depends on, to run it once or once again."""
+
+    microbatch: int
+    values: Values  # what the stage reads
+    target: Target | None  # on the last stage
+    seed: int
+    step: int
+    ambient: Ambient
+    in_halves: bool  # the backward comes as I and W
+    recompute: bool  # keep only what is read, and run forward again before the backward
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a forward leaves behind for its backward."""
+
+    reads: dict[tuple[int, Value], Any]  # by layer and value: leaves that collect gradients
+    writes: dict[Value, Any]  # values that later stages read
+    loss: torch.Tensor | None
+    calls: list[Caught]  # that use weights, if the backward comes in halves
+
+
 class Stage:
-    """A run of layers. Its state is `held`: what waits for its backward, by micro-batch."""
+    """A run of layers. State: what waits for a backward, by micro-batch."""
 
     def __init__(self, layers: LayerSequence, numbers: range, sent: Iterable[Value]) -> None:
         self.layers, self.numbers, self.sent = layers, numbers, frozenset(sent)
-        self.held: dict[int, Held] = {}
+        self.passes: dict[int, Pass] = {}  # between a forward and its recomputation
+        self.graphs: dict[int, Graph] = {}  # between a forward and its backward
         self.owed: dict[int, list[Caught]] = {}  # weight gradients, between I and W
         self.at_work = ""  # the name of the layer that runs, for errors
 
-    def forward(
-        self, microbatch: int, values: Values, target: Target | None, *, in_halves: bool = False
-    ) -> dict[Value, Any]:
-        """Run the layers; gives back the values that later stages read."""
-        catch = CatchWeights() if in_halves else nullcontext(None)
-        with catch as caught:
-            reads, written = self._run(values)
-        writes = {value: written[value] for value in self.sent}
-        loss = target.loss(written[self.layers.output]) if target else None
-        self.held[microbatch] = Held(reads, writes, loss, caught.calls if caught else [])
-        return {value: pytree.tree_map(_leaf, tree) for value, tree in writes.items()}
+    def clear(self) -> None:
+        """Forget what a step that failed has left behind."""
+        self.passes.clear()
+        self.graphs.clear()
+        self.owed.clear()
 
-    def _run(self, values: Values) -> tuple[dict[tuple[int, Value], Any], dict[Value, Any]]:
-        """What each layer read from outside, as leaves, and all that was written."""
-        reads: dict[tuple[int, Value], Any] = {}
-        written: dict[Value, Any] = {}
-        for number in self.numbers:
-            layer = self.layers.layers[number]
-            self.at_work = layer.name
-            for value in self.layers.sources[number]:
-                if value not in written:
-                    reads[number, value] = pytree.tree_map(_leaf, values[value])
-            sources = self.layers.sources[number]
-            result = layer.module(*(written.get(v, reads.get((number, v))) for v in sources))
-            results = result if len(layer.writes) > 1 else (result,)
-            written |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
-        return reads, written
+    def forward(self, this: Pass) -> tuple[dict[Value, Any], torch.Tensor | None]:
+        """Run the layers; gives back the values that later stages read, and the loss."""
+        graph = self._run(this, grad=not this.recompute)
+        if this.recompute:
+            self.passes[this.microbatch] = this
+        else:
+            self.graphs[this.microbatch] = graph
+        written = {value: pytree.tree_map(_leaf, tree) for value, tree in graph.writes.items()}
+        if this.recompute:  # without a graph nothing seems to need gradients
+            written = {value: pytree.tree_map(_wanted, tree) for value, tree in written.items()}
+        return written, None if graph.loss is None else graph.loss.detach()
+
+    def prepare_backward(self, microbatch: int) -> None:
+        """Recompute what was not kept; this need not wait for the gradient to arrive."""
+        if microbatch in self.passes:
+            self.graphs[microbatch] = self._run(self.passes.pop(microbatch), grad=True)
 
     def backward(self, microbatch: int, gradients: Gradients, target: Target | None) -> Gradients:
         """Take gradients back to what was read, and to the weights whose use was not caught."""
-        held = self.held.pop(microbatch)
+        graph = self.graphs.pop(microbatch)
         roots, seeds = [], []
-        for value, tree in held.writes.items():
+        for value, tree in graph.writes.items():
             for tensor, seed in zip(_tensors(tree), _sums(gradients.get(value, [])), strict=False):
                 if tensor.requires_grad and seed is not None:
                     roots.append(tensor)
                     seeds.append(seed)
-        if held.loss is not None and target is not None:
-            roots.append(held.loss)
-            seeds.append(torch.full_like(held.loss, target.weight))
+        if graph.loss is not None and target is not None:
+            roots.append(graph.loss)
+            seeds.append(torch.full_like(graph.loss, target.weight))
         if roots:
             torch.autograd.backward(roots, seeds)
-        if held.calls:
-            self.owed[microbatch] = held.calls
+        if graph.calls:
+            self.owed[microbatch] = graph.calls
         back: Gradients = {}
-        for (number, value), tree in held.reads.items():
+        for (number, value), tree in graph.reads.items():
             back.setdefault(value, []).append((number, [leaf.grad for leaf in _tensors(tree)]))
         return back
 
@@ -102,12 +114,49 @@ class Stage:
         """What an I left to do."""
         add_weight_gradients(self.owed.pop(microbatch, []))
 
+    def _run(self, this: Pass, *, grad: bool) -> Graph:
+        reads: dict[tuple[int, Value], Any] = {}
+        written: dict[Value, Any] = {}
+        catch = CatchWeights() if this.in_halves and grad else nullcontext()
+        with this.ambient.again(grad=grad), catch as caught:
+            for number in self.numbers:
+                self._run_layer(number, this, reads, written)
+            loss = this.target.loss(written[self.layers.output]) if this.target else None
+        writes = {value: written[value] for value in self.sent}
+        return Graph(reads, writes, loss, caught.calls if caught else [])
+
+    def _run_layer(
+        self,
+        number: int,
+        this: Pass,
+        reads: dict[tuple[int, Value], Any],
+        written: dict[Value, Any],
+    ) -> None:
+        layer, sources = self.layers.layers[number], self.layers.sources[number]
+        self.at_work = layer.name
+        for value in sources:
+            if value not in written:
+                reads[number, value] = pytree.tree_map(_leaf, this.values[value])
+        seed = layer_seed(this.seed, this.step, this.microbatch, layer.name)
+        with drawing(layer.module, seed):
+            arguments = [written[v] if v in written else reads[number, v] for v in sources]
+            result = layer.module(*arguments)
+        results = result if len(layer.writes) > 1 else (result,)
+        written |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
+
 
 def _leaf(item: Any) -> Any:
     """The same tensor at the edge of a graph of its own; anything else as it is."""
     if not isinstance(item, torch.Tensor):
         return item
     return item.detach().requires_grad_(item.requires_grad)
+
+
+def _wanted(item: Any) -> Any:
+    """A tensor whose gradient may be wanted: all that can have one."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    return item.requires_grad_(item.is_floating_point() or item.is_complex())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

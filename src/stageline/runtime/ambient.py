@@ -1,0 +1,36 @@
+"""What surrounds a call: autocast as the caller set it, carried over to the ranks' threads."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Autocast's data type by device type, where it is on."""
+
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @staticmethod
+    def here() -> Ambient:
+        """As it is in the calling thread."""
+        return Ambient(
+            tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in DEVICE_TYPES
+                if torch.is_autocast_enabled(kind)
+            )
+        )
+
+    def again(self, *, grad: bool) -> AbstractContextManager[object]:
+        """The same in another thread or at another time, with or without recording a graph."""
+        stack = ExitStack()
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype))
+        return stack
