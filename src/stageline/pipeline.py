@@ -14,9 +14,11 @@ from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.runtime import microbatches
 from stageline.runtime.ambient import Ambient
+from stageline.runtime.batch_norm import MODES as batch_norm_modes  # noqa: N811
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Step
 from stageline.runtime.stage import Stage, Target
+from stageline.runtime.tied import TiedWeights
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
@@ -68,13 +70,20 @@ class Pipeline:
         balance: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "never",
         backend: str = "threads",
+        batch_norm: str = "minibatch",
         seed: int = 0,
     ) -> None:
+        if batch_norm not in batch_norm_modes:
+            raise ModelError(f"batch_norm is {batch_norm!r}, but takes 'minibatch' or 'microbatch'")
         self.layers, self.loss_fn = LayerSequence.of(model), loss_fn
         self.schedule = _schedule(schedule, num_ranks, num_microbatches)
         cuts = cut(self.layers, self.schedule.num_stages, balance)
         edges, sent = _edges(self.layers, cuts)
-        stages = [Stage(self.layers, numbers, sent[s]) for s, numbers in enumerate(cuts)]
+        self.tied = TiedWeights.of(self.layers)
+        stages = [
+            Stage(self.layers, numbers, sent[stage], self.tied, batch_norm)
+            for stage, numbers in enumerate(cuts)
+        ]
         modes = _recompute_modes(recompute, len(cuts))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
         self.seed, self.num_steps = seed, 0
@@ -97,6 +106,9 @@ class Pipeline:
         )
         try:
             self.driver.run(self.executor, step)
+            self.tied.add_gradients()
+            for stage in self.executor.stages:
+                stage.finish()
         finally:
             for stage in self.executor.stages:
                 stage.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.runtime.randomness import layer_seed
@@ -136,6 +137,42 @@ def transformer() -> Case:
     return Case(LayerSequence.of(model), torch.randint(20, (9, 5)), torch.randn(9, 5, 4))
 
 
+class Head(nn.Module):
+    """Reads tokens' scores off the embedding, whose weight it shares."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(embedding.embedding_dim)
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(self.norm(x), self.weight)
+
+
+def tied() -> Case:
+    """A GPT with dropout, whose first and last layer share a weight."""
+    embedding = nn.Embedding(20, 8)
+    model = nn.Sequential(embedding, *(Block(8) for _ in range(3)), Head(embedding))
+    return Case(LayerSequence.of(model), torch.randint(20, (9, 5)), torch.randn(9, 5, 20))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+def resnet() -> Case:
+    """BatchNorm in every layer but the last."""
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    model = nn.Sequential(stem, *(Residual(4) for _ in range(4)), head)
+    return Case(LayerSequence.of(model), torch.randn(10, 3, 6, 6), torch.randn(10, 2))
+
+
 def cut_plainly(batch: Any, sizes: list[int]) -> list[Any]:
     if isinstance(batch, dict):
         parts = {name: cut_plainly(item, sizes) for name, item in batch.items()}
@@ -147,6 +184,7 @@ def plain_loop(case: Case, num_microbatches: int) -> list[float]:
     """One device, one micro-batch after another: larger ones first, weighted by their size."""
     modules = nn.ModuleList(layer.module for layer in case.layers.layers)
     optimizer = torch.optim.AdamW(modules.parameters(), lr=1e-2)
+    uses = untie(case)
     total = len(case.target)
     each, more = divmod(total, num_microbatches)
     sizes = [size for i in range(num_microbatches) if (size := each + (i < more))]
@@ -158,10 +196,23 @@ def plain_loop(case: Case, num_microbatches: int) -> list[float]:
             part = mse_loss(case.output(inputs, step, microbatch), target) * (len(target) / total)
             part.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             loss += float(part.detach())
+        for first, second in uses:
+            assert first.grad is not None
+            assert second.grad is not None
+            first.grad, second.grad = first.grad + second.grad, None
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
     return losses
+
+
+def untie(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """A head that shares its weight gets a double of it: each use gathers its own gradient."""
+    embedding, head = (case.layers.layers[i].module for i in (0, -1))
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, Head):
+        return []
+    head.weight = nn.Parameter(embedding.weight.detach())  # in the same memory
+    return [(embedding.weight, head.weight)]
 
 
 def pipelined(case: Case, **options: Any) -> list[float]:
@@ -185,10 +236,9 @@ def assert_same_bits(make: Callable[[], Case], num_microbatches: int, **options:
     losses = pipelined(ours, num_microbatches=num_microbatches, **options)
     assert losses == pytest.approx(expected, rel=1e-5)  # their sums are rounded differently
     for layer, other in zip(ours.layers.layers, theirs.layers.layers, strict=True):
-        for (name, parameter), wanted in zip(
-            layer.module.named_parameters(), other.module.parameters(), strict=True
-        ):
-            assert torch.equal(parameter, wanted), f"{layer.name}.{name}"
+        wanted = other.module.state_dict()
+        for name, tensor in layer.module.state_dict().items():
+            assert torch.equal(tensor, wanted[name]), f"{layer.name}.{name}"
 
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
@@ -247,3 +297,34 @@ def test_dropout_and_recomputation_change_no_bit(
 def test_recomputation_of_some_stages_changes_no_bit(make: Callable[[], Case]) -> None:
     modes = ["always", "never", "except_last"]
     assert_same_bits(make, 4, schedule="zb_h1", num_ranks=3, recompute=modes)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 1), ("1f1b", 3), ("zbv", 3)])
+def test_batch_norm_of_each_micro_batch_keeps_the_statistics_of_a_plain_loop(
+    schedule: str, num_ranks: int, recompute: str
+) -> None:
+    options = {"num_ranks": num_ranks, "recompute": recompute, "batch_norm": "microbatch"}
+    assert_same_bits(resnet, 4, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "backend"),
+    [
+        ("gpipe", 1, "serial"),
+        ("1f1b", 2, "threads"),
+        ("1f1b", 4, "threads"),
+        ("zb_h1", 3, "threads"),
+        ("zbv", 2, "threads"),
+    ],
+)
+def test_a_weight_shared_by_the_first_and_last_layer_trains_to_the_same_bits(
+    schedule: str, num_ranks: int, backend: str
+) -> None:
+    assert_same_bits(tied, 4, schedule=schedule, num_ranks=num_ranks, backend=backend)
+
+
+def test_layers_that_share_a_module_are_refused() -> None:
+    shared = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"^layers '0' and '2' contain the same module, a Linear"):
+        Pipeline([shared, nn.ReLU(), shared], mse_loss, num_ranks=3, num_microbatches=2)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import torch
+
 from stageline.errors import StageError
 from stageline.runtime.executor import Executor, Rank, Step
 from stageline.runtime.mailbox import Mailbox, Stopped
@@ -68,8 +70,11 @@ class Threads:
     def run(self, executor: Executor, step: Step) -> None:
         mailbox = Mailbox()
         failures: list[StageError] = []
+        num_threads = torch.get_num_threads()
 
         def work(rank: int) -> None:
+            # OpenMP counts for each thread anew, and a convolution's sums depend on that count
+            torch.set_num_threads(num_threads)
             run = executor.run(rank, step, mailbox.put)
             try:
                 need = next(run, None)

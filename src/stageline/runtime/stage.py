@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from stageline.model.layers import LayerSequence, Value
 from stageline.runtime.ambient import Ambient
+from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.randomness import drawing, layer_seed
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
+from stageline.runtime.tied import TiedWeights
 
 Values = Mapping[Value, Any]
 # The gradients of a value's tensors, by the number of the layer that read it.
@@ -59,22 +62,36 @@ class Graph:
 class Stage:
     """A run of layers. State: what waits for a backward, by micro-batch."""
 
-    def __init__(self, layers: LayerSequence, numbers: range, sent: Iterable[Value]) -> None:
-        self.layers, self.numbers, self.sent = layers, numbers, frozenset(sent)
+    def __init__(
+        self,
+        layers: LayerSequence,
+        numbers: range,
+        sent: Iterable[Value],
+        tied: TiedWeights,
+        batch_norm: str,
+    ) -> None:
+        self.layers, self.numbers, self.sent, self.tied = layers, numbers, frozenset(sent), tied
+        modules = (layers.layers[number].module for number in numbers)
+        self.statistics = Statistics.of(modules, batch_norm)
         self.passes: dict[int, Pass] = {}  # between a forward and its recomputation
         self.graphs: dict[int, Graph] = {}  # between a forward and its backward
         self.owed: dict[int, list[Caught]] = {}  # weight gradients, between I and W
         self.at_work = ""  # the name of the layer that runs, for errors
 
+    def finish(self) -> None:
+        """At the end of a step."""
+        self.statistics.update()
+
     def clear(self) -> None:
         """Forget what a step that failed has left behind."""
+        self.statistics.seen.clear()
         self.passes.clear()
         self.graphs.clear()
         self.owed.clear()
 
     def forward(self, this: Pass) -> tuple[dict[Value, Any], torch.Tensor | None]:
         """Run the layers; gives back the values that later stages read, and the loss."""
-        graph = self._run(this, grad=not this.recompute)
+        graph = self._run(this, grad=not this.recompute, again=False)
         if this.recompute:
             self.passes[this.microbatch] = this
         else:
@@ -87,7 +104,7 @@ class Stage:
     def prepare_backward(self, microbatch: int) -> None:
         """Recompute what was not kept; this need not wait for the gradient to arrive."""
         if microbatch in self.passes:
-            self.graphs[microbatch] = self._run(self.passes.pop(microbatch), grad=True)
+            self.graphs[microbatch] = self._run(self.passes.pop(microbatch), grad=True, again=True)
 
     def backward(self, microbatch: int, gradients: Gradients, target: Target | None) -> Gradients:
         """Take gradients back to what was read, and to the weights whose use was not caught."""
@@ -114,11 +131,12 @@ class Stage:
         """What an I left to do."""
         add_weight_gradients(self.owed.pop(microbatch, []))
 
-    def _run(self, this: Pass, *, grad: bool) -> Graph:
+    def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
         reads: dict[tuple[int, Value], Any] = {}
         written: dict[Value, Any] = {}
         catch = CatchWeights() if this.in_halves and grad else nullcontext()
-        with this.ambient.again(grad=grad), catch as caught:
+        watch = self.statistics.watch(this.microbatch, again=again)
+        with this.ambient.again(grad=grad), catch as caught, watch:
             for number in self.numbers:
                 self._run_layer(number, this, reads, written)
             loss = this.target.loss(written[self.layers.output]) if this.target else None
@@ -139,8 +157,11 @@ class Stage:
                 reads[number, value] = pytree.tree_map(_leaf, this.values[value])
         seed = layer_seed(this.seed, this.step, this.microbatch, layer.name)
         with drawing(layer.module, seed):
-            arguments = [written[v] if v in written else reads[number, v] for v in sources]
-            result = layer.module(*arguments)
+            arguments = tuple(written[v] if v in written else reads[number, v] for v in sources)
+            if doubles := self.tied.by_layer.get(number):
+                result = functional_call(layer.module, doubles, arguments)
+            else:
+                result = layer.module(*arguments)
         results = result if len(layer.writes) > 1 else (result,)
         written |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
 
