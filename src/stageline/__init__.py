@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stageline.costs import Costs as Costs
     from stageline.costs import Link as Link
+    from stageline.errors import BatchError as BatchError
     from stageline.errors import CostsError as CostsError
+    from stageline.errors import ModelError as ModelError
     from stageline.errors import ReportError as ReportError
     from stageline.errors import ScheduleError as ScheduleError
+    from stageline.errors import StageError as StageError
     from stageline.errors import StagelineError as StagelineError
+    from stageline.model.layers import Layer as Layer
+    from stageline.model.layers import LayerSequence as LayerSequence
+    from stageline.pipeline import Pipeline as Pipeline
+    from stageline.pipeline import StepResult as StepResult
     from stageline.report.timeline import Timeline as Timeline
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
@@ -31,15 +38,22 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Action": "schedules.action",
+    "BatchError": "errors",
     "Costs": "costs",
     "CostsError": "errors",
     "Kind": "schedules.action",
+    "Layer": "model.layers",
+    "LayerSequence": "model.layers",
     "Link": "costs",
+    "ModelError": "errors",
+    "Pipeline": "pipeline",
     "Program": "schedules.program",
     "ReportError": "errors",
     "Schedule": "schedules.schedule",
     "ScheduleError": "errors",
+    "StageError": "errors",
     "StagelineError": "errors",
+    "StepResult": "pipeline",
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",

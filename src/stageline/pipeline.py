@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from stageline.errors import BatchError, ModelError, ScheduleError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
+from stageline.report.spans import Span
+from stageline.report.timeline import Timeline
 from stageline.runtime import microbatches
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as batch_norm_modes  # noqa: N811
@@ -48,9 +51,9 @@ class StepResult:
 class Pipeline:
     """A model cut into stages that work on several micro-batches at once.
 
-    `step` adds to `.grad` what `loss_fn(model(inputs), target).backward()` adds for the same
-    micro-batches one after another, bit for bit; the optimizer is yours. `loss_fn` returns the mean
-    over its samples.
+    `step` adds to `.grad` what a plain loop over the same micro-batches adds, bit for bit; the
+    optimizer is yours. `loss_fn(output, target)` returns the mean over its samples; or their sum,
+    if `count_fn(target)` says how many of them count.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
@@ -71,6 +74,7 @@ class Pipeline:
         recompute: str | Sequence[str] = "never",
         backend: str = "threads",
         batch_norm: str = "minibatch",
+        count_fn: Callable[[Any], float | torch.Tensor] | None = None,
         seed: int = 0,
     ) -> None:
         if batch_norm not in batch_norm_modes:
@@ -86,24 +90,86 @@ class Pipeline:
         ]
         modes = _recompute_modes(recompute, len(cuts))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
-        self.seed, self.num_steps = seed, 0
+        self.seed, self.num_steps, self.count_fn = seed, 0, count_fn
+        self._traced: dict[int, list[Span]] = {}  # the spans of the last step, by rank
         self.driver = _driver(backend, num_ranks)
 
     def step(self, inputs: Any, target: Any) -> StepResult:
-        """One mini-batch forward and backward."""
-        pieces = microbatches.sizes(
-            microbatches.num_samples(inputs, target), self.schedule.num_microbatches
-        )
-        weights = [size / sum(pieces) for size in pieces]
-        parts = microbatches.cut(inputs, pieces)
-        targets = zip(microbatches.cut(target, pieces), weights, strict=True)
-        step = Step(
-            [self._named(part) for part in parts],
-            [Target(self.loss_fn, part, weight) for part, weight in targets],
-            self.seed,
-            self.num_steps,
-            Ambient.here(),
-        )
+        """One mini-batch forward and backward: gradients are added to those that are there."""
+        pieces = self._pieces(inputs, target)
+        targets = microbatches.cut(target, pieces)
+        weights = self._weights(pieces, targets)
+        step = self._start(microbatches.cut(inputs, pieces))
+        step.targets = [
+            Target(self.loss_fn, part, weight)
+            for part, weight in zip(targets, weights, strict=True)
+        ]
+        self._run(step)
+        self.num_steps += 1
+        return StepResult(tuple(step.losses[i] for i in range(len(weights))), tuple(weights))
+
+    def __call__(self, inputs: Any) -> Any:
+        """The output for a batch, without gradients: for evaluation."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise ModelError(
+                "the pipeline was called with gradients enabled, but its output has none: "
+                "call it under torch.no_grad(), or train with step()"
+            )
+        step = self._start(microbatches.cut(inputs, self._pieces(inputs)))
+        step.forward_only = True
+        self._run(step)
+        return microbatches.join([step.outputs[i] for i in range(len(step.inputs))])
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each once, in the order of the layers."""
+        modules = nn.ModuleList(layer.module for layer in self.layers.layers)
+        return modules.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers under the names that they have in the model."""
+        return {
+            f"{layer.name}.{name}": tensor
+            for layer in self.layers.layers
+            for name, tensor in layer.module.state_dict().items()
+        }
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients down to a global norm; gives back the norm that they had."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    @contextmanager
+    def trace(self) -> Iterator[Timeline]:
+        """The measured timeline of the last step in the block, in ms; empty until it ends."""
+        timeline = Timeline(((),) * self.schedule.num_ranks, self.schedule.placement)
+        before, self._traced = self._traced, {}
+        try:
+            yield timeline
+        finally:
+            rows = (tuple(self._traced.get(r, ())) for r in range(self.schedule.num_ranks))
+            object.__setattr__(timeline, "spans", tuple(rows))
+            object.__setattr__(timeline, "name", f"{self.schedule.name}, measured")
+            self._traced = before
+
+    def close(self) -> None:
+        """End the threads; a pipeline that is garbage collected ends them as well."""
+        self.driver.close()
+
+    def _pieces(self, *batches: Any) -> list[int]:
+        length = microbatches.num_samples(*batches)
+        return microbatches.sizes(length, self.schedule.num_microbatches)
+
+    def _weights(self, pieces: list[int], targets: list[Any]) -> list[float]:
+        """What each micro-batch's loss counts for: its share of samples, or 1 / all that count."""
+        if self.count_fn is None:
+            return [size / sum(pieces) for size in pieces]
+        total = sum(float(self.count_fn(part)) for part in targets)
+        return [1.0 / total if total else 0.0] * len(pieces)
+
+    def _start(self, parts: list[Any]) -> Step:
+        inputs = [self._named(part) for part in parts]
+        return Step(inputs, [], self.seed, self.num_steps, Ambient.here())
+
+    def _run(self, step: Step) -> None:
         try:
             self.driver.run(self.executor, step)
             self.tied.add_gradients()
@@ -112,8 +178,8 @@ class Pipeline:
         finally:
             for stage in self.executor.stages:
                 stage.clear()
-            self.num_steps += 1
-        return StepResult(tuple(step.losses[i] for i in range(len(weights))), tuple(weights))
+        self._traced.clear()
+        self._traced.update(step.spans)
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         """Inputs by name: those of a dict, or the one that the first layer reads."""
@@ -125,10 +191,6 @@ class Pipeline:
                 "before any layer writes it: give inputs as a dict with these names"
             )
         return found
-
-    def close(self) -> None:
-        """End the threads; a pipeline that is garbage collected ends them as well."""
-        self.driver.close()
 
 
 def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -20,6 +20,12 @@ def test_nested_sequentials_become_layers_with_the_names_of_their_modules() -> N
     assert layers.layers[2].module is linear
 
 
+def test_a_module_that_stands_twice_in_a_sequential_is_two_layers() -> None:
+    relu = nn.ReLU()
+    layers = LayerSequence.of(nn.Sequential(relu, nn.Linear(2, 2), relu))
+    assert [layer.name for layer in layers.layers] == ["0", "1", "2"]
+
+
 def test_a_list_may_mix_modules_and_layers() -> None:
     layers = LayerSequence.of([nn.ReLU(), Layer("join", nn.ReLU(), ("x", "mask")), nn.Tanh()])
     assert [layer.name for layer in layers.layers] == ["0", "join", "2"]

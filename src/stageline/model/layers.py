@@ -94,7 +94,8 @@ def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
     if not isinstance(module, nn.Sequential):
         yield Layer(prefix, module)
         return
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # noqa: SLF001  named_children() drops repeats
+        assert child is not None  # a Sequential has none
         yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
 
 

@@ -6,13 +6,16 @@ driver decides what waiting means: `serial` lets another rank go on, `threads` b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.report.spans import Span
 from stageline.runtime.ambient import Ambient
-from stageline.runtime.stage import Gradients, Pass, Stage, Target
+from stageline.runtime.stage import Gradients, Pass, Stage, Target, Values
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.program import Program
 
@@ -29,8 +32,12 @@ class Step:
     seed: int
     number: int  # how many steps came before
     ambient: Ambient
+    forward_only: bool = False
     losses: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, if forward only
+    spans: dict[int, list[Span]] = field(default_factory=dict)  # by rank, in milliseconds
     now: dict[int, Action] = field(default_factory=dict)  # by rank, for errors
+    began: float = field(default_factory=perf_counter)
 
 
 class Executor:
@@ -58,13 +65,16 @@ class Executor:
         inbox: dict[Action, Any] = {}  # messages between two stages of this rank
         outbox: dict[Action, Any] = {}  # made, and not yet sent
         for action in self.program.actions[rank]:
-            if action.microbatch >= len(step.targets):
+            if action.microbatch >= len(step.inputs):
                 continue  # a batch of fewer samples than micro-batches leaves the last ones out
+            if step.forward_only and action.kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F):
+                continue
             step.now[rank] = action
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
                 send(action, outbox.pop(action))
             elif action.kind is Kind.W:
-                self.stages[action.stage].weight_gradients(action.microbatch)
+                with _timed(action, step, rank):
+                    self.stages[action.stage].weight_gradients(action.microbatch)
             elif action.kind in (Kind.F, Kind.I, Kind.B):
                 if action.kind is not Kind.F:
                     self.stages[action.stage].prepare_backward(action.microbatch)
@@ -74,7 +84,9 @@ class Executor:
                     found = (yield message) if is_far else inbox.pop(message)
                     _merge(received, found)
                 compute = self._forward if action.kind is Kind.F else self._backward
-                for message, content in compute(action, received, step).items():
+                with _timed(action, step, rank):
+                    messages = compute(action, received, step)
+                for message, content in messages.items():
                     is_far = self.routes.crosses(message.stage, message.peer)
                     (outbox if is_far else inbox)[message] = content
 
@@ -90,18 +102,10 @@ class Executor:
         stage, _, microbatch, _ = action
         brought = step.inputs[microbatch]
         values |= {v: brought[v.name] for v in self.reads[stage] if v.writer == INPUT}
-        written, loss = self.stages[stage].forward(
-            Pass(
-                microbatch,
-                values,
-                self._target(stage, microbatch, step),
-                step.seed,
-                step.number,
-                step.ambient,
-                in_halves=(stage, microbatch) in self.in_halves,
-                recompute=self._is_recomputed(stage, microbatch, step),
-            )
-        )
+        if step.forward_only:
+            written, loss = self._forward_only(stage, microbatch, values, step), None
+        else:
+            written, loss = self.stages[stage].forward(self._pass(stage, microbatch, values, step))
         if loss is not None:
             step.losses[microbatch] = loss
         return {
@@ -110,6 +114,24 @@ class Executor:
             }
             for reader in self.routes.readers[stage]
         }
+
+    def _forward_only(self, stage: int, microbatch: int, values: Values, step: Step) -> Values:
+        written = self.stages[stage].run_only(self._pass(stage, microbatch, values, step))
+        if stage == len(self.stages) - 1:
+            step.outputs[microbatch] = written[self.layers.output]
+        return written
+
+    def _pass(self, stage: int, microbatch: int, values: Values, step: Step) -> Pass:
+        return Pass(
+            microbatch,
+            values,
+            self._target(stage, microbatch, step),
+            step.seed,
+            step.number,
+            step.ambient,
+            in_halves=(stage, microbatch) in self.in_halves,
+            recompute=self._is_recomputed(stage, microbatch, step),
+        )
 
     def _backward(
         self, action: Action, gradients: Gradients, step: Step
@@ -128,11 +150,20 @@ class Executor:
 
     def _is_recomputed(self, stage: int, microbatch: int, step: Step) -> bool:
         mode = self.recompute[stage]
-        is_last = microbatch == len(step.targets) - 1
+        is_last = microbatch == len(step.inputs) - 1
         return mode == "always" or (mode == "except_last" and not is_last)
 
     def _target(self, stage: int, microbatch: int, step: Step) -> Target | None:
-        return step.targets[microbatch] if stage == len(self.stages) - 1 else None
+        is_last = stage == len(self.stages) - 1
+        return step.targets[microbatch] if is_last and not step.forward_only else None
+
+
+@contextmanager
+def _timed(action: Action, step: Step, rank: int) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    row = step.spans.setdefault(rank, [])
+    row.append(Span(action, 1e3 * (start - step.began), 1e3 * (perf_counter() - step.began)))
 
 
 def _reads(layers: LayerSequence, numbers: range) -> set[Value]:

@@ -46,3 +46,14 @@ def cut(batch: Any, pieces: list[int]) -> list[Any]:
     ]
     rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
     return [pytree.tree_unflatten(list(row), form) for row in rows]
+
+
+def join(pieces: list[Any]) -> Any:
+    """One pytree again; what is no tensor is taken from the first piece."""
+    columns = zip(*(pytree.tree_leaves(piece) for piece in pieces), strict=True)
+    form = pytree.tree_structure(pieces[0])
+    joined = [
+        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0]
+        for column in columns
+    ]
+    return pytree.tree_unflatten(joined, form)

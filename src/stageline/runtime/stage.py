@@ -70,7 +70,9 @@ class Stage:
         tied: TiedWeights,
         batch_norm: str,
     ) -> None:
-        self.layers, self.numbers, self.sent, self.tied = layers, numbers, frozenset(sent), tied
+        self.layers, self.numbers, self.tied = layers, numbers, tied
+        output = {layers.output} if layers.output.writer in numbers else set()
+        self.sent = frozenset(sent) | output
         modules = (layers.layers[number].module for number in numbers)
         self.statistics = Statistics.of(modules, batch_norm)
         self.passes: dict[int, Pass] = {}  # between a forward and its recomputation
@@ -100,6 +102,10 @@ class Stage:
         if this.recompute:  # without a graph nothing seems to need gradients
             written = {value: pytree.tree_map(_wanted, tree) for value, tree in written.items()}
         return written, None if graph.loss is None else graph.loss.detach()
+
+    def run_only(self, this: Pass) -> Values:
+        """A forward that no backward follows; gives back what others read, and the output."""
+        return self._run(this, grad=False, again=False).writes
 
     def prepare_backward(self, microbatch: int) -> None:
         """Recompute what was not kept; this need not wait for the gradient to arrive."""

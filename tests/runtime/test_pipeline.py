@@ -1,0 +1,226 @@
+"""The front door: losses, evaluation, names, traces, and failures that speak."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from stageline.errors import BatchError, ModelError, ScheduleError, StageError
+from stageline.model.layers import Layer, LayerSequence
+from stageline.pipeline import Pipeline
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("num_samples", [12, 10, 3])
+def test_the_loss_is_the_mean_over_the_mini_batch(num_samples: int) -> None:
+    """Even, uneven, and fewer samples than micro-batches."""
+    model = chain()
+    x, y = torch.randn(num_samples, 4), torch.randn(num_samples, 3)
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4)
+    result = pipe.step(x, y)
+    whole = copy.deepcopy(model)
+    whole.zero_grad()
+    loss = mse_loss(whole(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(gradients(model), gradients(whole))
+    pipe.close()
+
+
+def test_with_a_count_the_loss_is_the_mean_over_what_counts() -> None:
+    """Tokens that are padding count nothing; one micro-batch is padding only."""
+    model = chain()
+    x, y = torch.randn(6, 4), torch.tensor([0, 2, -100, -100, 1, -100])
+
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target, reduction="sum")
+
+    pipe = Pipeline(
+        model,
+        summed,
+        num_ranks=2,
+        num_microbatches=3,
+        count_fn=lambda target: (target != -100).sum(),
+    )
+    result = pipe.step(x, y)
+    whole = copy.deepcopy(model)
+    whole.zero_grad()
+    loss = cross_entropy(whole(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(gradients(model), gradients(whole))
+    pipe.close()
+
+
+def test_two_steps_without_zero_grad_add_up() -> None:
+    model = chain()
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4, schedule="zb_h1")
+    pipe.step(x, y)
+    once = [gradient.clone() for gradient in gradients(model)]
+    pipe.step(x, y)
+    torch.testing.assert_close(gradients(model), [2 * gradient for gradient in once])
+    pipe.close()
+
+
+def test_evaluation_gives_the_model_s_output_and_leaves_gradients_alone() -> None:
+    model = chain()
+    x, y = torch.randn(7, 4), torch.randn(7, 3)
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, schedule="zb_h2")
+    pipe.step(x, y)
+    before = [gradient.clone() for gradient in gradients(model)]
+    with torch.no_grad():
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split([2, 2, 2, 1])]))  # type: ignore[no-untyped-call]
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+    pipe.close()
+
+
+def test_a_call_that_would_lose_gradients_is_refused() -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
+    with pytest.raises(ModelError, match=r"under torch.no_grad\(\), or train with step\(\)"):
+        pipe(torch.randn(4, 4))
+    pipe.close()
+
+
+def test_parameters_keep_the_names_they_have_in_the_model() -> None:
+    model = chain()
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2)
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+    pipe.close()
+
+
+def test_gradients_are_clipped_by_their_global_norm() -> None:
+    model = chain()
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=2)
+    pipe.step(torch.randn(4, 4), 10 * torch.randn(4, 3))
+    norm = torch.cat([gradient.flatten() for gradient in gradients(model)]).norm()
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norm)
+    after = torch.cat([gradient.flatten() for gradient in gradients(model)]).norm()
+    torch.testing.assert_close(after, torch.tensor(0.5))
+    pipe.close()
+
+
+def test_autocast_of_the_caller_reaches_the_ranks() -> None:
+    seen: list[torch.dtype] = []
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return x.float()
+
+    model = nn.Sequential(nn.Linear(4, 4), Spy(), nn.Linear(4, 3), Spy())
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, recompute="always")
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 3))
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 2 * 2 * 2  # twice for each layer and micro-batch, once to recompute
+    pipe.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> None:
+    pipe = Pipeline(
+        chain(), mse_loss, num_ranks=2, num_microbatches=3, schedule="zb_h1", backend=backend
+    )
+    with pipe.trace() as timeline:
+        pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+    assert [tuple(span.action for span in row) for row in timeline.spans] == list(
+        pipe.schedule.actions
+    )
+    for row in timeline.spans:
+        assert all(a.end <= b.start for a, b in pairwise(row))
+    assert 0 < timeline.step_bubble < 1
+    assert str(timeline).startswith("rank 0 │ ")
+    pipe.close()
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 5:
+            raise RuntimeError("too large to bear")
+        return x
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_layer_that_raises_is_named_with_rank_action_and_cause(backend: str) -> None:
+    layers: list[nn.Module | Layer] = [nn.Identity(), nn.Identity()]
+    layers += [Layer("blocks.7", Failing()), nn.Linear(4, 3)]
+    pipe = Pipeline(layers, mse_loss, num_ranks=4, num_microbatches=4, backend=backend)
+    x = torch.zeros(8, 4)
+    x[5] = 9.0
+    with pytest.raises(StageError) as error:
+        pipe.step(x, torch.zeros(8, 3))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "rank 2 failed in layer 'blocks.7' at 2F2 (forward, micro-batch 2)"
+    assert lines[1] == "  RuntimeError: too large to bear"
+    assert isinstance(error.value.__cause__, RuntimeError)
+    pipe.step(x.clamp(max=1), torch.zeros(8, 3))  # and it goes on
+    pipe.close()
+
+
+def test_activations_are_gone_as_soon_as_their_backward_is_done() -> None:
+    model = chain()
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4, backend="serial")
+    alive: list[int] = []
+    held = [stage.graphs for stage in pipe.executor.stages]
+    model[0].register_forward_hook(lambda *_: alive.append(len(held[0])))
+    pipe.step(torch.randn(8, 4), torch.randn(8, 3))
+    assert max(alive) + 1 == max(simulate(pipe.schedule).peak_activations)
+    assert not any(held)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "target", "message"),
+    [
+        (torch.zeros(4, 4), torch.zeros(5, 3), "lengths along dim 0 are 4, 5"),
+        (torch.zeros(0, 4), torch.zeros(0, 3), "the batch has no samples"),
+        ({"y": torch.zeros(4, 4)}, torch.zeros(4, 3), "but layers read z before any layer writes"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(
+    inputs: object, target: Tensor, message: str
+) -> None:
+    layers = LayerSequence(
+        (Layer("a", nn.Linear(4, 3), ("z" if isinstance(inputs, dict) else "x",)),)
+    )
+    pipe = Pipeline(layers, mse_loss, num_ranks=1, num_microbatches=2)
+    with pytest.raises(BatchError) as error:
+        pipe.step(inputs, target)
+    assert message in str(error.value)
+    pipe.close()
+
+
+def test_a_schedule_that_adds_gradients_in_another_order_is_refused() -> None:
+    backwards = Schedule.from_text("0F0 0F1 0B1 0B0")
+    with pytest.raises(
+        ScheduleError, match=r"^0B1 comes before 0B0, but gradients are added in asc"
+    ):
+        Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, schedule=backwards)
+
+
+def test_wrong_options_are_told() -> None:
+    with pytest.raises(
+        ScheduleError, match="backend is 'gpu', but there are 'serial' and 'threads'"
+    ):
+        Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, backend="gpu")
+    with pytest.raises(ModelError, match="recompute is 'sometimes', but 2 stages take one of"):
+        Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, recompute="sometimes")
+    one = Schedule.from_text("0F0 0B0")
+    with pytest.raises(ScheduleError, match="the schedule is for 1 ranks and 1 micro-batches"):
+        Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, schedule=one)
