@@ -68,26 +68,31 @@ class Threads:
         self.pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="stageline-rank")
 
     def run(self, executor: Executor, step: Step) -> None:
-        mailbox = Mailbox()
+        program = executor.program
+        mailboxes = [Mailbox() for _ in program.actions]
         failures: list[StageError] = []
         num_threads = torch.get_num_threads()
+
+        def send(action: Action, message: object) -> None:
+            mailboxes[program.placement[action.peer]].put(action, message)
 
         def work(rank: int) -> None:
             # OpenMP counts for each thread anew, and a convolution's sums depend on that count
             torch.set_num_threads(num_threads)
-            run = executor.run(rank, step, mailbox.put)
+            run = executor.run(rank, step, send)
             try:
                 need = next(run, None)
                 while need is not None:
-                    need = _resume(run, mailbox.take(need))
+                    need = _resume(run, mailboxes[rank].take(need))
             except Stopped:
                 run.close()
             except BaseException as error:
                 failures.append(_failure(executor, step, rank, error))
                 failures[-1].__cause__ = error
-                mailbox.close()
+                for mailbox in mailboxes:
+                    mailbox.close()
 
-        for future in [self.pool.submit(work, r) for r in range(len(executor.program.actions))]:
+        for future in [self.pool.submit(work, rank) for rank in range(len(mailboxes))]:
             future.result()
         if failures:
             raise failures[0]

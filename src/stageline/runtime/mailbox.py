@@ -13,7 +13,10 @@ class Stopped(Exception):  # noqa: N818  no error of its own: another rank faile
 
 
 class Mailbox:
-    """What was sent and not yet taken. State: the messages, and whether a rank has failed."""
+    """What was sent to one rank and not yet taken. State: the messages, and whether all is over.
+
+    Each rank has its own, so that a message wakes the one thread that may wait for it.
+    """
 
     def __init__(self) -> None:
         self.messages: dict[Action, Any] = {}
@@ -23,18 +26,19 @@ class Mailbox:
     def put(self, send: Action, message: Any) -> None:
         with self.changed:
             self.messages[send] = message
-            self.changed.notify_all()
+            self.changed.notify()
 
     def take(self, send: Action) -> Any:
         """Wait for a message; raises `Stopped` once the mailbox is closed."""
         with self.changed:
-            self.changed.wait_for(lambda: self.is_closed or send in self.messages)
-            if send not in self.messages:
-                raise Stopped
+            while send not in self.messages:
+                if self.is_closed:
+                    raise Stopped
+                self.changed.wait()
             return self.messages.pop(send)
 
     def close(self) -> None:
-        """Wake everybody who waits: nothing more will come."""
+        """Wake the rank if it waits: nothing more will come."""
         with self.changed:
             self.is_closed = True
-            self.changed.notify_all()
+            self.changed.notify()

@@ -9,7 +9,7 @@ the layer's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
@@ -32,9 +32,9 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: str) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest()) >> 1
 
 
-def drawing(module: nn.Module, seed: int) -> AbstractContextManager[Any]:
-    """Within it, `module` draws from a generator with this seed."""
-    return _Drawing(seed) if may_draw(module) else nullcontext()
+def drawing(seed: int) -> AbstractContextManager[Any]:
+    """Within it, all that is random draws from a generator with this seed."""
+    return _Drawing(seed)
 
 
 def may_draw(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from stageline.model.layers import LayerSequence, Value
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
-from stageline.runtime.randomness import drawing, layer_seed
+from stageline.runtime.randomness import drawing, layer_seed, may_draw
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
 from stageline.runtime.tied import TiedWeights
 
@@ -73,7 +73,8 @@ class Stage:
         self.layers, self.numbers, self.tied = layers, numbers, tied
         output = {layers.output} if layers.output.writer in numbers else set()
         self.sent = frozenset(sent) | output
-        modules = (layers.layers[number].module for number in numbers)
+        modules = [layers.layers[number].module for number in numbers]
+        self.random = {n for n, module in zip(numbers, modules, strict=True) if may_draw(module)}
         self.statistics = Statistics.of(modules, batch_norm)
         self.passes: dict[int, Pass] = {}  # between a forward and its recomputation
         self.graphs: dict[int, Graph] = {}  # between a forward and its backward
@@ -162,7 +163,7 @@ class Stage:
             if value not in written:
                 reads[number, value] = pytree.tree_map(_leaf, this.values[value])
         seed = layer_seed(this.seed, this.step, this.microbatch, layer.name)
-        with drawing(layer.module, seed):
+        with drawing(seed) if number in self.random else nullcontext():
             arguments = tuple(written[v] if v in written else reads[number, v] for v in sources)
             if doubles := self.tied.by_layer.get(number):
                 result = functional_call(layer.module, doubles, arguments)
