@@ -15,7 +15,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest -q
 
-# Tables and pictures of benchmarks/, a few minutes; nothing else should run meanwhile.
+# Tables and pictures of benchmarks/, about a minute; nothing else should run meanwhile.
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/zero_bubble_rates.py
 	$(BIN)/python benchmarks/speed.py

@@ -208,7 +208,7 @@ def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
     """Everything takes a time of its own, which may be none; messages take none of their rank's."""
     delays = {a: rng.choice([0.0, rng.random(), 9.0]) for row in program.actions for a in row}
     tasks = program_tasks(program, delays.__getitem__, rendezvous=rendezvous)
-    durations = [rng.choice([0.0, rng.random(), 5.0]) for _ in tasks.waits]
+    durations = [rng.choice([0.0, rng.random(), 5.0]) for _ in range(tasks.num_tasks)]
     for action in delays:
         if action.kind in MESSAGES:
             durations[tasks.numbers[action]] = 0.0

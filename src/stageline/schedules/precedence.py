@@ -12,9 +12,6 @@ from typing import NamedTuple
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.edges import Edge
 
-Waits = Sequence[
-    tuple[tuple[int, float], ...]
-]  # for each task, (task that must end first, delay after its end)
 NEVER = -1.0  # the end of a task that has not run
 
 
@@ -40,6 +37,21 @@ class Numbering(NamedTuple):
 PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 
 
+class Waits(NamedTuple):
+    """What tasks wait for, told once for each row of `size` tasks that are alike.
+
+    A task waits for the tasks at some distances from it, and for a delay after each has ended. Told
+    for every task by itself, this would be most of the memory of a large schedule.
+    """
+
+    size: int
+    rows: list[tuple[tuple[int, float], ...]]  # (distance, delay)
+
+    def of(self, task: int) -> list[tuple[int, float]]:
+        """The tasks that must end before this one can start, each with its delay."""
+        return [(task + distance, time) for distance, time in self.rows[task // self.size]]
+
+
 def waits_of(
     numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
 ) -> Waits:
@@ -47,27 +59,17 @@ def waits_of(
 
     An I whose stage has readers need not wait for its own F: the readers' F did.
     """
-    stages = range(numbering.num_stages)
-    values: list[list[tuple[int, float]]] = [[] for _ in stages]
-    gradients: list[list[tuple[int, float]]] = [[] for _ in stages]
+    row = numbering.row
+    values: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
+    gradients: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
     for writer, reader in edges:
-        values[reader].append((numbering.row(Kind.F, writer), delay(writer, reader)))
-        gradients[writer].append((numbering.row(Kind.I, reader), delay(reader, writer)))
-    own_forwards = [[(numbering.row(Kind.F, stage), 0.0)] for stage in stages]
-    own_inputs = [[(numbering.row(Kind.I, stage), 0.0)] for stage in stages]
-    needed = [*values, *(g or f for g, f in zip(gradients, own_forwards, strict=True)), *own_inputs]
-    return [wait for firsts in needed for wait in _by_microbatch(firsts, numbering)]
-
-
-def _by_microbatch(
-    firsts: list[tuple[int, float]], numbering: Numbering
-) -> list[tuple[tuple[int, float], ...]]:
-    """The waits of micro-batch 0, and the same for all others."""
-    if len(firsts) == 1:  # nine in ten are; a tuple made from a generator takes three times as long
-        ((first, time),) = firsts
-        return [((first + i, time),) for i in range(numbering.num_microbatches)]
-    shifts = range(numbering.num_microbatches)
-    return [tuple((first + i, time) for first, time in firsts) for i in shifts]
+        up = row(Kind.F, writer) - row(Kind.F, reader)
+        values[reader].append((up, delay(writer, reader)))
+        down = row(Kind.I, reader) - row(Kind.I, writer)
+        gradients[writer].append((down, delay(reader, writer)))
+    own = (row(Kind.F, 0) - row(Kind.I, 0), 0.0)  # from any I to its F, from any W to its I
+    rows = [*values, *(found or [own] for found in gradients), *([own] for _ in values)]
+    return Waits(numbering.num_microbatches, [tuple(waits) for waits in rows])
 
 
 class Run(NamedTuple):
@@ -96,6 +98,7 @@ def run_lanes(
     if begun is None:
         begun = Run([NEVER] * len(durations), [NEVER] * len(durations), [0] * len(lanes))
     starts, ends, progress = begun
+    size, rows = waits
     parked: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))[::-1]
     while awake:
@@ -105,10 +108,10 @@ def run_lanes(
         while position < len(tasks):
             task = tasks[position]
             start = now
-            for before, time in waits[task]:
-                end = ends[before]
+            for distance, time in rows[task // size]:
+                end = ends[task + distance]
                 if end < 0.0:
-                    parked.setdefault(before, []).append(lane)
+                    parked.setdefault(task + distance, []).append(lane)
                     break
                 if end + time > start:
                     start = end + time

@@ -64,6 +64,10 @@ class Tasks(NamedTuple):
     lanes: list[list[int]]
     waits: Waits
 
+    @property
+    def num_tasks(self) -> int:
+        return len(self.waits.rows)
+
 
 def program_tasks(
     program: Program, delay: Callable[[Action], float], *, rendezvous: bool = False
@@ -88,9 +92,11 @@ def program_tasks(
             yield background[Action(action.stage, Kind.REDUCE_GRAD)], 0.0
 
     both_ends = [[a, twin(a)] if a.kind in TWIN else [a] for a in flying]
-    waits_of_all = [tuple(waits(action)) for action in actions]
-    waits_of_all += [tuple((numbers[end], 0.0) for end in ends) for ends in both_ends]
-    return Tasks(numbers, background, lanes + _background_lanes(program, background), waits_of_all)
+    waits_of_all = [list(waits(action)) for action in actions]
+    waits_of_all += [[(numbers[end], 0.0) for end in ends] for ends in both_ends]
+    rows = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
+    lanes += _background_lanes(program, background)
+    return Tasks(numbers, background, lanes, Waits(1, rows))
 
 
 def _needs(routes: Routes, action: Action) -> Iterator[Action]:

@@ -128,7 +128,7 @@ def reduced_too_early(facts: ProgramFacts) -> Iterator[Offence]:
 def deadlocked(facts: ProgramFacts, *, rendezvous: bool = False) -> Iterator[Offence]:
     program = facts.program
     tasks = program_tasks(program, lambda _: 0.0, rendezvous=rendezvous)
-    run = run_lanes(tasks.lanes, [1.0] * len(tasks.waits), tasks.waits)
+    run = run_lanes(tasks.lanes, [1.0] * tasks.num_tasks, tasks.waits)
     yield from waiting_for_each_other(program.actions, tasks.lanes, tasks.waits, run)
 
 

@@ -49,7 +49,7 @@ def waiting_for_each_other(
     def awaited(lane: int) -> int:
         """What a lane waits for; if that is a message, what the message waits for."""
         head = lanes[lane][run.progress[lane]]
-        task = next(task for task, _ in waits[head] if run.ends[task] == NEVER)
+        task = next(task for task, _ in waits.of(head) if run.ends[task] == NEVER)
         other = cells[task][0]
         return task if other < len(rows) else awaited(other)
 

@@ -81,7 +81,7 @@ def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterato
 
 
 def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
-    durations = [0.0] * len(tasks.waits)
+    durations = [0.0] * tasks.num_tasks
     for row in program.actions:
         for action in row:
             durations[tasks.numbers[action]] = times.durations[action.kind][action.stage]

@@ -77,7 +77,7 @@ def _critical_blocks(problem: Problem, candidate: Candidate) -> Iterator[tuple[i
             continue
         if first < last:
             yield rank, range(first, last + 1)
-        waited = (b for b, delay in problem.waits[task] if ends[b] + delay >= starts[task])
+        waited = (b for b, delay in problem.waits.of(task) if ends[b] + delay >= starts[task])
         before = next(waited, None)
         if before is None:
             return
