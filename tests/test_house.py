@@ -59,6 +59,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "LayerSequence",
         "Link",
         "ModelError",
+        "ParityError",
         "Pipeline",
         "Program",
         "ReportError",

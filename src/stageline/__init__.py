@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stageline.errors import BatchError as BatchError
     from stageline.errors import CostsError as CostsError
     from stageline.errors import ModelError as ModelError
+    from stageline.errors import ParityError as ParityError
     from stageline.errors import ReportError as ReportError
     from stageline.errors import ScheduleError as ScheduleError
     from stageline.errors import StageError as StageError
@@ -46,6 +47,7 @@ _HOMES = {
     "LayerSequence": "model.layers",
     "Link": "costs",
     "ModelError": "errors",
+    "ParityError": "errors",
     "Pipeline": "pipeline",
     "Program": "schedules.program",
     "ReportError": "errors",

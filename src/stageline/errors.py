@@ -6,7 +6,8 @@
     ├── ReportError (ValueError)     a picture in a format that there is none for
     ├── ModelError (ValueError)      a model that cannot be seen as layers, or cut into stages
     ├── BatchError (ValueError)      inputs and targets that cannot be cut into micro-batches
-    └── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
+    ├── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
+    └── ParityError (RuntimeError)   a pipeline whose numbers are not those of a plain loop
 
 A message says what was seen, what was expected and what to do, in that order.
 """
@@ -38,3 +39,7 @@ class BatchError(StagelineError, ValueError):
 
 class StageError(StagelineError, RuntimeError):
     """A layer raised. The message names rank, layer and action; `__cause__` is what it raised."""
+
+
+class ParityError(StagelineError, RuntimeError):
+    """The first gradient or buffer that differs from a plain loop's, and by how much."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as batch_norm_modes  # noqa: N811
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Step
+from stageline.runtime.parity import compare, left_as_it_was, plain_step
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
 from stageline.schedules.action import Action, Kind
@@ -80,6 +82,7 @@ class Pipeline:
         if batch_norm not in batch_norm_modes:
             raise ModelError(f"batch_norm is {batch_norm!r}, but takes 'minibatch' or 'microbatch'")
         self.layers, self.loss_fn = LayerSequence.of(model), loss_fn
+        self.batch_norm = batch_norm
         self.schedule = _schedule(schedule, num_ranks, num_microbatches)
         cuts = cut(self.layers, self.schedule.num_stages, balance)
         edges, sent = _edges(self.layers, cuts)
@@ -96,17 +99,34 @@ class Pipeline:
 
     def step(self, inputs: Any, target: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there."""
+        step = self._training_step(inputs, target)
+        self._run(step)
+        self.num_steps += 1
+        losses = tuple(step.losses[i] for i in range(len(step.targets)))
+        return StepResult(losses, tuple(target.weight for target in step.targets))
+
+    def verify(self, inputs: Any, target: Any) -> None:
+        """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
+
+        Compared are all gradients and buffers. The model is left as it was; a copy of it and a
+        second set of gradients must fit in memory.
+        """
+        plain = copy.deepcopy(self.layers)
+        for tensor in nn.ModuleList(layer.module for layer in plain.layers).parameters():
+            tensor.grad = None
+        plain_step(plain, self._training_step(inputs, target), self.batch_norm)
+        with left_as_it_was(self.layers):
+            self._run(self._training_step(inputs, target))
+            compare(self.layers, plain)
+
+    def _training_step(self, inputs: Any, target: Any) -> Step:
         pieces = self._pieces(inputs, target)
         targets = microbatches.cut(target, pieces)
         weights = self._weights(pieces, targets)
         step = self._start(microbatches.cut(inputs, pieces))
-        step.targets = [
-            Target(self.loss_fn, part, weight)
-            for part, weight in zip(targets, weights, strict=True)
-        ]
-        self._run(step)
-        self.num_steps += 1
-        return StepResult(tuple(step.losses[i] for i in range(len(weights))), tuple(weights))
+        parts = zip(targets, weights, strict=True)
+        step.targets = [Target(self.loss_fn, part, weight) for part, weight in parts]
+        return step
 
     def __call__(self, inputs: Any) -> Any:
         """The output for a batch, without gradients: for evaluation."""

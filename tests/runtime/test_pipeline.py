@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from stageline.errors import BatchError, ModelError, ScheduleError, StageError
+from stageline.errors import BatchError, ModelError, ParityError, ScheduleError, StageError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.schedules.schedule import Schedule
@@ -224,3 +224,43 @@ def test_wrong_options_are_told() -> None:
     one = Schedule.from_text("0F0 0B0")
     with pytest.raises(ScheduleError, match="the schedule is for 1 ranks and 1 micro-batches"):
         Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, schedule=one)
+
+
+def random_and_normed() -> nn.Sequential:
+    torch.manual_seed(4)
+    middle = (nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_verify_finds_no_difference_and_leaves_the_model_as_it_was(schedule: str) -> None:
+    model = random_and_normed()
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=3, schedule=schedule)
+    x, y = torch.randn(9, 4), torch.randn(9, 3)
+    pipe.step(x, y)
+    state = copy.deepcopy(model.state_dict())
+    before = [gradient.clone() for gradient in gradients(model)]
+    pipe.verify(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+    pipe.close()
+
+
+class Counting(nn.Module):
+    """Gives another result each time it is called: no pipeline can do that the same way twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_verify_names_what_differs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, recompute="always")
+    with pytest.raises(ParityError, match=r"^0\.weight differs from a plain loop by .* any bit"):
+        pipe.verify(torch.randn(4, 4), torch.randn(4, 3))
+    pipe.close()
