@@ -1,7 +1,7 @@
 """The plain loop that a pipeline is held to, one micro-batch after another, and the comparison.
 
-The loop follows the same rules for randomness, BatchNorm and tied weights, and shares nothing else with
-the pipeline: no stages, no messages, no halves, no recomputation.
+The loop follows the same rules for randomness, BatchNorm and tied weights, and shares nothing else
+with the pipeline: no stages, no messages, no halves, no recomputation.
 """
 
 from __future__ import annotations
