@@ -114,7 +114,8 @@ class Pipeline:
         plain = copy.deepcopy(self.layers)
         for tensor in nn.ModuleList(layer.module for layer in plain.layers).parameters():
             tensor.grad = None
-        plain_step(plain, self._training_step(inputs, target), self.batch_norm)
+        batch = copy.deepcopy((inputs, target))  # a first layer that works in place would change it
+        plain_step(plain, self._training_step(*batch), self.batch_norm)
         with left_as_it_was(self.layers):
             self._run(self._training_step(inputs, target))
             compare(self.layers, plain)
@@ -190,6 +191,7 @@ class Pipeline:
         return Step(inputs, [], self.seed, self.num_steps, Ambient.here())
 
     def _run(self, step: Step) -> None:
+        self.tied.refresh()
         try:
             self.driver.run(self.executor, step)
             self.tied.add_gradients()
@@ -229,17 +231,18 @@ def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -
 
 def _check_ascending(schedule: Schedule) -> None:
     """The sum of gradients depends on its order in the last bits, so there is one order for all."""
-    latest: dict[int, Action] = {}
+    latest: dict[tuple[int, bool], Action] = {}
     for row in schedule.actions:
         for action in row:
-            if action.kind in (Kind.B, Kind.W):
-                before = latest.setdefault(action.stage, action)
+            if action.kind is not Kind.F:
+                sort = (action.stage, action.kind is Kind.W)  # weights that I cannot leave to W too
+                before = latest.setdefault(sort, action)
                 if before.microbatch > action.microbatch:
                     raise ScheduleError(
                         f"{before} comes before {action}, but gradients are added in ascending "
                         "order of micro-batches in every schedule: swap them"
                     )
-                latest[action.stage] = action
+                latest[sort] = action
 
 
 def _recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
@@ -94,3 +94,23 @@ def test_the_largest_stage_is_as_small_as_any_cut_can_make_it(
     ends = [sum(sizes[: i + 1]) for i in range(num_stages)]
     found = max(sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True))
     assert found == largest(0, num_stages)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_a_sequential_with_a_forward_or_hooks_of_its_own_is_one_layer() -> None:
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    hooked.register_forward_hook(lambda *_: None)
+    layers = LayerSequence.of(nn.Sequential(Residual(nn.Linear(2, 2), nn.Tanh()), hooked))
+    assert [layer.name for layer in layers.layers] == ["0", "1"]
+    with pytest.raises(ModelError, match="the model is a Residual, but a pipeline needs"):
+        LayerSequence.of(Residual(nn.Linear(2, 2)))
+
+
+def test_two_layers_with_one_name_are_refused() -> None:
+    with pytest.raises(ModelError, match="2 layers are called '1': name them apart"):
+        LayerSequence.of([Layer("1", nn.ReLU()), nn.ReLU()])

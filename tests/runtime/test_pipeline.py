@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -263,4 +265,134 @@ def test_verify_names_what_differs() -> None:
     pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, recompute="always")
     with pytest.raises(ParityError, match=r"^0\.weight differs from a plain loop by .* any bit"):
         pipe.verify(torch.randn(4, 4), torch.randn(4, 3))
+    pipe.close()
+
+
+class Popping(nn.Module):
+    """Takes things out of the dict that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: dict[str, Tensor]) -> Tensor:
+        popped: Tensor = self.linear(values.pop("a")) + values["b"]
+        return popped
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"a": y, "b": 2 * y}
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [Named(), Popping(), nn.Linear(4, 3)],
+        lambda: [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)],
+        lambda: [Doubling(), nn.Linear(4, 4), nn.Linear(4, 3)],
+        lambda: [nn.Linear(4, 4), nn.LSTM(4, 4), Layer("last", First())],
+    ],
+    ids=["a dict that is emptied", "relu in place", "the input in place", "lstm"],
+)
+def test_layers_that_change_what_they_are_given_have_the_bits_of_a_plain_loop(
+    make: Callable[[], list[nn.Module | Layer]], recompute: str
+) -> None:
+    torch.manual_seed(6)
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+    before = x.clone()
+    pipe = Pipeline(
+        make(), mse_loss, num_ranks=3, num_microbatches=3, schedule="zb_h1", recompute=recompute
+    )
+    pipe.verify(x.clone(), y)
+    pipe.step(x, y)
+    assert torch.equal(x, before)
+    pipe.close()
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, values: tuple[Tensor, object]) -> Tensor:
+        first: Tensor = self.linear(values[0])
+        return first
+
+
+def test_a_step_that_failed_leaves_nothing_in_the_next_gradient() -> None:
+    embedding = nn.Linear(4, 4)
+    head = nn.Linear(4, 4)
+    head.weight = embedding.weight
+    fails = [True]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if fails and target.sum() > 100:
+            raise ValueError("no")
+        return mse_loss(output, target)
+
+    model = nn.Sequential(embedding, nn.Tanh(), head)
+    pipe = Pipeline(model, loss_fn, num_ranks=3, num_microbatches=4)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    y[6] = 1000
+    with pytest.raises(StageError, match="rank 2 failed in layer 'loss_fn' at 2F3"):
+        pipe.step(x, y)
+    fails.clear()
+    model.zero_grad()
+    pipe.step(x, y)
+    after = [gradient.clone() for gradient in gradients(model)]
+    model.zero_grad()
+    fresh = Pipeline(model, loss_fn, num_ranks=1, num_microbatches=4)
+    fresh.step(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(after, gradients(model), strict=True))
+    pipe.close()
+    fresh.close()
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_an_error_without_words_ends_the_step_too() -> None:
+    def loss_fn(*_: Tensor) -> Tensor:
+        raise UnspeakableError
+
+    pipe = Pipeline(chain(), loss_fn, num_ranks=2, num_microbatches=2)
+    with pytest.raises(StageError, match=r"UnspeakableError: \(its text cannot be shown\)"):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 3))
+    pipe.close()
+
+
+@dataclass
+class Wrapped:
+    tensor: Tensor
+
+
+class Wrap(nn.Module):
+    def forward(self, x: Tensor) -> Wrapped:
+        return Wrapped(x)
+
+
+class Unwrap(nn.Module):
+    def forward(self, wrapped: Wrapped) -> Tensor:
+        return wrapped.tensor
+
+
+def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> None:
+    layers = [nn.Linear(4, 3), Wrap(), Unwrap()]
+    pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=2)
+    with pytest.raises(StageError, match="a Wrapped passes between stages, but tensors in it"):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 3))
     pipe.close()

@@ -117,3 +117,29 @@ def test_frozen_weights_are_left_alone() -> None:
         linear(x).sum().backward()
     assert not catch.calls
     assert x.grad is not None
+
+
+def test_weights_whose_gradients_are_one_tensor_do_not_share_it() -> None:
+    first, second = (nn.Parameter(torch.zeros(5, 3)) for _ in range(2))
+    x, w = torch.randn(5, 4, requires_grad=True), torch.randn(4, 3)
+    for _ in range(2):
+        with CatchWeights() as catch:
+            output = torch.addmm(first, x, w) + torch.addmm(second, x, w)
+        output.sum().backward()  # type: ignore[no-untyped-call]
+        add_weight_gradients(catch.calls)
+    assert torch.equal(gradient_of(first), torch.full((5, 3), 2.0))
+    assert torch.equal(gradient_of(second), torch.full((5, 3), 2.0))
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    linear = nn.Linear(4, 1)
+    x = torch.randn(3, 4, requires_grad=True)
+    with CatchWeights():
+        energy = torch.tanh(linear(x)).sum()
+        with pytest.raises(RuntimeError, match="use a schedule without I and W"):
+            torch.autograd.grad(energy, x, create_graph=True)

@@ -61,7 +61,7 @@ class LayerSequence:
         """From an `nn.Sequential`, nested ones flattened, or from a list of layers or modules."""
         if isinstance(model, LayerSequence):
             return model
-        if isinstance(model, nn.Sequential):
+        if isinstance(model, nn.Module) and _is_plain_sequential(model):
             return LayerSequence(tuple(_flattened("", model)))
         if isinstance(model, nn.Module):
             raise ModelError(
@@ -69,6 +69,13 @@ class LayerSequence:
                 "give an nn.Sequential, or a list of sl.Layer"
             )
         return LayerSequence(tuple(_named(model)))
+
+    def __post_init__(self) -> None:
+        """Parameters are saved, and randomness is drawn, by the names of layers."""
+        names = [layer.name for layer in self.layers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ModelError(f"{names.count(name)} layers are called {name!r}: name them apart")
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -91,12 +98,19 @@ class LayerSequence:
 
 
 def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
-    if not isinstance(module, nn.Sequential):
+    if not _is_plain_sequential(module):
         yield Layer(prefix, module)
         return
     for name, child in module._modules.items():  # noqa: SLF001  named_children() drops repeats
         assert child is not None  # a Sequential has none
         yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """One that only runs its children: no forward of its own, and no hooks that see the whole."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    is_plain = type(module).forward is nn.Sequential.forward
+    return is_plain and not any(getattr(module, name) for name in hooks)
 
 
 def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:

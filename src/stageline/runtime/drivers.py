@@ -6,14 +6,14 @@ and the cause, after every other rank has stopped.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
 import torch
 
 from stageline.errors import StageError
 from stageline.runtime.executor import Executor, Rank, Step
-from stageline.runtime.mailbox import Mailbox, Stopped
+from stageline.runtime.mailbox import Mailbox, PostOffice, Stopped
 from stageline.schedules.action import Action, Kind
 
 WORDS = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward"}
@@ -68,32 +68,28 @@ class Threads:
         self.pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="stageline-rank")
 
     def run(self, executor: Executor, step: Step) -> None:
-        program = executor.program
-        mailboxes = [Mailbox() for _ in program.actions]
+        num_ranks, num_threads = len(executor.program.actions), torch.get_num_threads()
+        post = PostOffice(executor.program.placement, num_ranks)
         failures: list[StageError] = []
-        num_threads = torch.get_num_threads()
-
-        def send(action: Action, message: object) -> None:
-            mailboxes[program.placement[action.peer]].put(action, message)
 
         def work(rank: int) -> None:
             # OpenMP counts for each thread anew, and a convolution's sums depend on that count
             torch.set_num_threads(num_threads)
-            run = executor.run(rank, step, send)
             try:
-                need = next(run, None)
-                while need is not None:
-                    need = _resume(run, mailboxes[rank].take(need))
-            except Stopped:
-                run.close()
+                _run_blocking(executor.run(rank, step, post.send), post.mailboxes[rank])
             except BaseException as error:
+                post.close()
                 failures.append(_failure(executor, step, rank, error))
                 failures[-1].__cause__ = error
-                for mailbox in mailboxes:
-                    mailbox.close()
 
-        for future in [self.pool.submit(work, rank) for rank in range(len(mailboxes))]:
-            future.result()
+        futures = [self.pool.submit(work, rank) for rank in range(num_ranks)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:  # Ctrl-C: no rank may go on behind the caller's back
+            post.close()
+            wait(futures)
+            raise
         if failures:
             raise failures[0]
 
@@ -101,11 +97,16 @@ class Threads:
         self.pool.shutdown()
 
 
-def _resume(run: Rank, message: object) -> Action | None:
+def _run_blocking(run: Rank, mailbox: Mailbox) -> None:
+    """To the end, or to where another rank's failure leaves it."""
     try:
-        return run.send(message)
+        need = next(run)
+        while True:
+            need = run.send(mailbox.take(need))
     except StopIteration:
-        return None
+        pass
+    except Stopped:
+        run.close()
 
 
 def _failure(executor: Executor, step: Step, rank: int, error: BaseException) -> StageError:
@@ -115,7 +116,14 @@ def _failure(executor: Executor, step: Step, rank: int, error: BaseException) ->
     stopped = ", ".join(f"rank {r} at {a}" for r, a in others) or "none other"
     return StageError(
         f"rank {rank} failed in layer {layer!r} at {action} "
-        f"({WORDS[action.kind]}, micro-batch {action.microbatch})\n"
-        f"  {type(error).__name__}: {error}\n"
+        f"({WORDS.get(action.kind, action.kind)}, micro-batch {action.microbatch})\n"
+        f"  {type(error).__name__}: {_text(error)}\n"
         f"  stopped: {stopped}"
     )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be shown)"

@@ -6,6 +6,7 @@ from threading import Condition
 from typing import Any
 
 from stageline.schedules.action import Action
+from stageline.schedules.placement import Placement
 
 
 class Stopped(Exception):  # noqa: N818  no error of its own: another rank failed
@@ -42,3 +43,18 @@ class Mailbox:
         with self.changed:
             self.is_closed = True
             self.changed.notify()
+
+
+class PostOffice:
+    """The mailboxes of all ranks, for the messages of one step."""
+
+    def __init__(self, placement: Placement, num_ranks: int) -> None:
+        self.placement = placement
+        self.mailboxes = [Mailbox() for _ in range(num_ranks)]
+
+    def send(self, action: Action, message: Any) -> None:
+        self.mailboxes[self.placement[action.peer]].put(action, message)
+
+    def close(self) -> None:
+        for mailbox in self.mailboxes:
+            mailbox.close()

@@ -50,10 +50,16 @@ def cut(batch: Any, pieces: list[int]) -> list[Any]:
 
 def join(pieces: list[Any]) -> Any:
     """One pytree again; what is no tensor is taken from the first piece."""
+    leaves = pytree.tree_leaves(pieces)
+    if any(isinstance(leaf, torch.Tensor) and not leaf.ndim for leaf in leaves):
+        raise BatchError(
+            "the output has a tensor without dimensions, but outputs of micro-batches are joined "
+            "along dim 0: return one value for each sample"
+        )
     columns = zip(*(pytree.tree_leaves(piece) for piece in pieces), strict=True)
     form = pytree.tree_structure(pieces[0])
     joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0]
+        torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0]
         for column in columns
     ]
     return pytree.tree_unflatten(joined, form)

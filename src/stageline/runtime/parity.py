@@ -19,6 +19,7 @@ from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.executor import Step
 from stageline.runtime.randomness import drawing, layer_seed
+from stageline.runtime.stage import LOSS
 from stageline.runtime.tied import TiedWeights
 
 
@@ -28,7 +29,9 @@ def plain_step(layers: LayerSequence, step: Step, batch_norm: str) -> None:
     statistics = Statistics.of((layer.module for layer in layers.layers), batch_norm)
     for microbatch, target in enumerate(step.targets):
         with step.ambient.again(grad=True), statistics.watch(microbatch, again=False):
-            loss = target.loss(_output(layers, step, microbatch, tied))
+            output = _output(layers, step, microbatch, tied)
+            with drawing(layer_seed(step.seed, step.number, microbatch, LOSS)):
+                loss = target.loss(output)
         loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
     tied.add_gradients()
     statistics.update()
@@ -53,7 +56,11 @@ def left_as_it_was(layers: LayerSequence) -> Iterator[None]:
     """Gradients set aside and buffers put back."""
     modules = nn.ModuleList(layer.module for layer in layers.layers)
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in modules.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -61,8 +68,9 @@ def left_as_it_was(layers: LayerSequence) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, before in buffers:
+        for module, name, buffer, before in buffers:
             buffer.copy_(before)
+            setattr(module, name, buffer)
 
 
 def compare(layers: LayerSequence, plain: LayerSequence) -> None:

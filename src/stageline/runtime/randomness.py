@@ -45,8 +45,13 @@ def may_draw(module: nn.Module) -> bool:
     return any(_may_draw_itself(part) for part in module.modules())
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether it is a module that torch ships, and so does what its documentation says."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 def _may_draw_itself(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.nn.modules."):
+    if not is_of_torch(module):
         return True
     chance = getattr(module, "dropout", 0.0)
     random_kinds = (

@@ -119,6 +119,11 @@ class _Around(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Caught = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a layer takes gradients of gradients, but a backward in halves has none: "
+                "use a schedule without I and W"
+            )
         call.gradients = list(gradients)
         return None, None, *_gradients(call, call.leaves, keep=True)
 
@@ -131,7 +136,12 @@ def add_weight_gradients(calls: Iterable[Caught]) -> None:
             if gradient is not None:
                 sums[weight] = sums[weight] + gradient if weight in sums else gradient
     for weight, total in sums.items():
-        weight.grad = total if weight.grad is None else weight.grad.add_(total)
+        if weight.grad is not None:
+            weight.grad.add_(total)
+        elif total.is_sparse:
+            weight.grad = total.clone()
+        else:  # it may be shared between weights, or expanded: autograd copies it then as well
+            weight.grad = torch.empty_like(weight).copy_(total)
 
 
 def _gradients(call: Caught, wanted: list[Any], *, keep: bool = False) -> tuple[Tensor | None, ...]:

@@ -47,6 +47,13 @@ class TiedWeights:
         _check_modules(layers, by_layer)
         return TiedWeights(by_layer, tuple(by_weight))
 
+    def refresh(self) -> None:
+        """Before a step: the doubles follow what was done to the weights, and hold nothing."""
+        for weight, doubles in self.by_weight:
+            for double in doubles:
+                double.data, double.grad = weight.data, None
+                double.requires_grad_(weight.requires_grad)
+
     def add_gradients(self) -> None:
         """At the end of a step: from the doubles to the weights."""
         for weight, doubles in self.by_weight:
