@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from stageline.report.summary import heading, number, percent
 from stageline.report.svg import svg, xml
 from stageline.report.timeline import Timeline
+from stageline.schedules.placement import stages_on
 
 STYLE = """
 :root{color-scheme:light}
@@ -109,7 +110,7 @@ def _cells(timeline: Timeline, rank: int) -> Iterator[str]:
     """One for each of `COLUMNS`."""
     busy = timeline.busy[rank]
     yield str(rank)
-    yield ", ".join(str(stage) for stage, home in enumerate(timeline.placement) if home == rank)
+    yield ", ".join(map(str, stages_on(timeline.placement, rank)))
     yield number(busy)
     yield percent(1 - busy / timeline.makespan if timeline.makespan else 0.0)
     yield number(timeline.rank_spans[rank])

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from stageline.costs import Costs
 from stageline.schedules.action import Kind
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, stages_on
 from stageline.schedules.times import Times
 
 ROUNDING = 1 + 1e-9  # a peak may be a sum of sizes, and fall short of their product by a digit
@@ -100,7 +100,7 @@ class _Demand(NamedTuple):
 
 
 def _demand(way: _Way, rank: int, num_microbatches: int, limit: float) -> _Demand:
-    stages = [stage for stage, home in enumerate(way.placement) if home == rank]
+    stages = stages_on(way.placement, rank)
     lowest, highest = stages[0], stages[-1]
 
     def items(sizes: tuple[float, ...], *values: tuple[float, ...]) -> list[_Item]:

@@ -17,3 +17,8 @@ def wave(num_ranks: int, chunks_per_rank: int = 2) -> Placement:
     return tuple(
         rank for chunk in range(chunks_per_rank) for rank in (down[::-1] if chunk % 2 else down)
     )
+
+
+def stages_on(placement: Placement, rank: int) -> tuple[int, ...]:
+    """The stages that a rank holds, ascending."""
+    return tuple(stage for stage, home in enumerate(placement) if home == rank)

@@ -11,7 +11,7 @@ from stageline.errors import ScheduleError
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.grid import grid
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, stages_on
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -76,7 +76,7 @@ class Schedule:
         return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        return stages_on(self.placement, rank)
 
 
 def _placement(actions: Rows) -> Placement:

@@ -127,7 +127,8 @@ def test_zb_v_has_no_bubble_and_the_same_memory_on_every_rank(p: int, m: int) ->
 def test_v_half_holds_half_of_the_micro_batches_and_has_half_of_the_bubble(p: int, m: int) -> None:
     timeline = simulate(v_half(p, m))
     assert max(timeline.peak_activations) / 2 <= p / 2 + 1
-    assert bubble_time(timeline) == 3 * (p - 1) - p % 2  # 1F1B: 6 (p - 1)
+    assert bubble_time(timeline) <= 6 * (p - 1) / 2  # half of 1F1B's
+    assert bubble_time(timeline) == 3 * (p - 1) - p % 2  # as found here; the paper has no count
 
 
 @v_sizes
@@ -136,7 +137,8 @@ def test_v_min_holds_a_third_of_the_micro_batches_and_has_two_thirds_of_the_bubb
 ) -> None:
     timeline = simulate(v_min(p, m))
     assert max(timeline.peak_activations) / 2 <= p / 3 + 2
-    assert bubble_time(timeline) == 4 * (p - 1) + (-1 if p % 3 else 1)  # 1F1B: 6 (p - 1)
+    assert bubble_time(timeline) <= 6 * (p - 1) * 2 / 3 + 1  # two thirds of 1F1B's, and O(1)
+    assert bubble_time(timeline) == 4 * (p - 1) + (-1 if p % 3 else 1)  # as found here
 
 
 @sizes

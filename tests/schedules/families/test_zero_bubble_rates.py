@@ -15,7 +15,6 @@ from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
 from stageline.schedules.families.one_f_one_b import one_f_one_b
 from stageline.schedules.families.zb_h1 import zb_h1
 from stageline.schedules.families.zb_h2 import zb_h2
-from stageline.schedules.families.zbv import zbv
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
@@ -86,8 +85,3 @@ def test_zb_h2_to_all_four_digits(row: Row) -> None:
 def test_interleaved_1f1b_within_half_a_percent(row: Row) -> None:
     schedule = interleaved_1f1b(*row.sizes, chunks_per_rank=row.num_chunks)
     assert row.bubble(schedule) == pytest.approx(row.rates["r_1f1b_i"], abs=0.005)
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if "r_zbv" in row.rates])
-def test_zb_v_by_hand_comes_close_to_what_the_paper_found_by_search(row: Row) -> None:
-    assert row.bubble(zbv(*row.sizes)) <= row.rates["r_zbv"] + 0.0025

@@ -4,6 +4,9 @@ rank 0 │ F0 F1 F2 F3 .. f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 I2 W1 I3 
 rank 1 │ .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 I0 W0 f3 i2 I1 w2 i3 I2 W1 I3 w3 W2 W3
 rank 2 │ .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 I1 i2 I2 w1 i3 I3 W1 w2 W2 w3 W3
          p = 3, m = 4, the second chunk in lower case
+
+The phases of a rank and their lengths are those that torch.distributed.pipelining gives its ZBV
+schedule; where W stand is our own.
 """
 
 from __future__ import annotations

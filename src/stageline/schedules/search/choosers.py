@@ -80,7 +80,7 @@ def by_policy(problem: Problem, policy: Policy) -> Chooser:
     return choose
 
 
-def _ranking(stages: list[int], prefer: str) -> list[tuple[bool, int]]:
+def _ranking(stages: tuple[int, ...], prefer: str) -> list[tuple[bool, int]]:
     """(is I, stage), the most preferred first."""
     inputs = [(True, stage) for stage in reversed(stages)]
     forwards = [(False, stage) for stage in reversed(stages)]

@@ -11,7 +11,7 @@ from stageline.costs import Costs
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.bounds import ROUNDING, Bounds, lower_bounds
 from stageline.schedules.edges import chain
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, stages_on
 from stageline.schedules.precedence import Numbering, Waits, run_lanes, waits_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.times import Times
@@ -43,10 +43,9 @@ class Problem:
         return self.numbering.num_tasks
 
     @cached_property
-    def stages(self) -> list[list[int]]:
+    def stages(self) -> list[tuple[int, ...]]:
         """Of each rank, ascending."""
-        homes = list(enumerate(self.placement))
-        return [[s for s, home in homes if home == rank] for rank in range(self.num_ranks)]
+        return [stages_on(self.placement, rank) for rank in range(self.num_ranks)]
 
     @cached_property
     def numbering(self) -> Numbering:
