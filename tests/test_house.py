@@ -16,7 +16,7 @@ import stageline
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "costs", "schedules", "report", "simulation"),
-    *("model", "runtime", "pipeline", "cli"),
+    *("model", "runtime", "pipeline", "zoo", "demo", "cli"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stageline.arguments import check_size
 from stageline.errors import BatchError, ModelError, ScheduleError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
-from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
-from stageline.runtime import microbatches
+from stageline.runtime import engine, microbatches, trees
 from stageline.runtime.ambient import Ambient
-from stageline.runtime.batch_norm import MODES as batch_norm_modes  # noqa: N811
+from stageline.runtime.batch_norm import MODES as BATCH_NORM
+from stageline.runtime.connect import connected
+from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads
-from stageline.runtime.executor import Executor, Step
-from stageline.runtime.parity import compare, left_as_it_was, plain_step
+from stageline.runtime.executor import Executor, Purpose, Step, gathered
+from stageline.runtime.measured import measured
+from stageline.runtime.offload import host_memory
+from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
 from stageline.schedules.action import Action, Kind
@@ -32,18 +35,20 @@ from stageline.schedules.lower import lower
 from stageline.schedules.schedule import Schedule
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
-LossFunction = Callable[[Any, Any], torch.Tensor]
+ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
+BACKENDS = ("threads", "serial")
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step gives back, beside the gradients in the parameters."""
 
-    losses: tuple[torch.Tensor, ...]  # by micro-batch
+    losses: tuple[Tensor, ...]  # by micro-batch
     weights: tuple[float, ...]
 
     @property
-    def loss(self) -> torch.Tensor:
+    def loss(self) -> Tensor:
         """The loss of the mini-batch: the mean over its samples."""
         return torch.stack(
             [loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)]
@@ -56,6 +61,11 @@ class Pipeline:
     `step` adds to `.grad` what a plain loop over the same micro-batches adds, bit for bit; the
     optimizer is yours. `loss_fn(output, target)` returns the mean over its samples; or their sum,
     if `count_fn(target)` says how many of them count.
+
+    `balance` is the number of layers in each stage; None balances their costs, by FLOPs if there is
+    a `sample` of the inputs (only its shapes count), or else by parameters. `recompute` and
+    `offload` save memory; `accumulate="fused"` saves time for another rounding. `devices` has one
+    for each rank.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
@@ -73,88 +83,110 @@ class Pipeline:
         num_microbatches: int,
         schedule: str | Schedule = "1f1b",
         balance: Sequence[int] | None = None,
+        sample: Any = None,
         recompute: str | Sequence[str] = "never",
-        backend: str = "threads",
+        offload: bool = False,
+        accumulate: str = "exact",
         batch_norm: str = "minibatch",
-        count_fn: Callable[[Any], float | torch.Tensor] | None = None,
+        devices: Sequence[Device] | None = None,
+        backend: str = "threads",
+        count_fn: Callable[[Any], float | Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        if batch_norm not in batch_norm_modes:
-            raise ModelError(f"batch_norm is {batch_norm!r}, but takes 'minibatch' or 'microbatch'")
-        self.layers, self.loss_fn = LayerSequence.of(model), loss_fn
-        self.batch_norm = batch_norm
+        check_size("num_ranks", num_ranks)
+        check_size("num_microbatches", num_microbatches)
+        _check_choice("batch_norm", batch_norm, BATCH_NORM)
+        _check_choice("accumulate", accumulate, ACCUMULATE)
+        _check_choice("backend", backend, BACKENDS)
+        self.layers, self.loss_fn, self.count_fn = LayerSequence.of(model), loss_fn, count_fn
+        self.batch_norm, self.accumulate = batch_norm, accumulate
+        self.seed, self.num_steps = seed, 0
         self.schedule = _schedule(schedule, num_ranks, num_microbatches)
-        cuts = cut(self.layers, self.schedule.num_stages, balance)
-        edges, sent = _edges(self.layers, cuts)
-        self.tied = TiedWeights.of(self.layers)
+        self.devices = by_rank(devices, num_ranks)
+        shapes = None if sample is None else self._named(sample, {})
+        self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
+        edges, sent = _edges(self.layers, self.cut)
+        places = [self.devices[rank] for rank in self.schedule.placement]  # by stage
+        self.tied = self._settle(places)
         stages = [
-            Stage(self.layers, numbers, sent[stage], self.tied, batch_norm)
-            for stage, numbers in enumerate(cuts)
+            Stage(
+                self.layers,
+                numbers,
+                sent[stage],
+                self.tied,
+                batch_norm,
+                accumulate,
+                device,
+                host_memory(device) if offload and device is not None else None,
+            )
+            for stage, (numbers, device) in enumerate(zip(self.cut, places, strict=True))
         ]
-        modes = _recompute_modes(recompute, len(cuts))
+        modes = _recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
-        self.seed, self.num_steps, self.count_fn = seed, 0, count_fn
-        self._traced: dict[int, list[Span]] = {}  # the spans of the last step, by rank
-        self.driver = _driver(backend, num_ranks)
+        self.last_step: Step | None = None  # for its times, if a trace is wanted
+        self.driver: Driver = Serial() if backend == "serial" else Threads(self.devices)
 
-    def step(self, inputs: Any, target: Any) -> StepResult:
-        """One mini-batch forward and backward: gradients are added to those that are there."""
-        step = self._training_step(inputs, target)
+    def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
+        """One mini-batch forward and backward: gradients are added to those that are there.
+
+        `named` are further inputs, for layers that read them by these names.
+        """
+        step = self._training_step(inputs, target, named)
         self._run(step)
         self.num_steps += 1
+        self._pass_back(step)
         losses = tuple(step.losses[i] for i in range(len(step.targets)))
         return StepResult(losses, tuple(target.weight for target in step.targets))
 
-    def verify(self, inputs: Any, target: Any) -> None:
+    def __call__(self, inputs: Any, **named: Any) -> Any:
+        """The output for a batch.
+
+        In training it is part of the caller's graph, for any loss of the caller's own: all forwards
+        run now, all backwards when its gradient arrives. In evaluation, or under `torch.no_grad()`,
+        it has no graph.
+        """
+        is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
+        step = self._start(inputs, named, self._pieces(inputs, named))
+        step.purpose = Purpose.FILL if is_trained else Purpose.EVALUATE
+        self._run(step)
+        self.num_steps += is_trained
+        outputs = [step.outputs[i] for i in range(len(step.inputs))]
+        joined = microbatches.join(outputs)
+        return self._connected(step, outputs, joined) if is_trained else joined
+
+    def verify(self, inputs: Any, target: Any, **named: Any) -> None:
         """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
 
-        Compared are all gradients and buffers. The model is left as it was; a copy of it and a
-        second set of gradients must fit in memory.
+        Compared are the losses, all gradients and buffers. The model is left as it was; a second
+        copy of it and of its gradients must fit in memory.
         """
-        plain = copy.deepcopy(self.layers)
-        for tensor in nn.ModuleList(layer.module for layer in plain.layers).parameters():
-            tensor.grad = None
-        batch = copy.deepcopy((inputs, target))  # a first layer that works in place would change it
-        plain_step(plain, self._training_step(*batch), self.batch_norm)
+        inputs, target, named = detached((inputs, target, named))
+        plain = self.layers.copy()
+        expected = self._training_step(*detached((inputs, target, named)))
+        plain_step(plain, expected, self.batch_norm, self.accumulate)
         with left_as_it_was(self.layers):
-            self._run(self._training_step(inputs, target))
-            compare(self.layers, plain)
-
-    def _training_step(self, inputs: Any, target: Any) -> Step:
-        pieces = self._pieces(inputs, target)
-        targets = microbatches.cut(target, pieces)
-        weights = self._weights(pieces, targets)
-        step = self._start(microbatches.cut(inputs, pieces))
-        parts = zip(targets, weights, strict=True)
-        step.targets = [Target(self.loss_fn, part, weight) for part, weight in parts]
-        return step
-
-    def __call__(self, inputs: Any) -> Any:
-        """The output for a batch, without gradients: for evaluation."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            raise ModelError(
-                "the pipeline was called with gradients enabled, but its output has none: "
-                "call it under torch.no_grad(), or train with step()"
-            )
-        step = self._start(microbatches.cut(inputs, self._pieces(inputs)))
-        step.forward_only = True
-        self._run(step)
-        return microbatches.join([step.outputs[i] for i in range(len(step.inputs))])
+            step = self._training_step(inputs, target, named)
+            self._run(step)
+            compare(self.layers, plain, step.losses, expected.losses, self.cut)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers."""
-        modules = nn.ModuleList(layer.module for layer in self.layers.layers)
-        return modules.parameters()
+        return self.layers.modules.parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers under the names that they have in the model."""
-        return {
-            f"{layer.name}.{name}": tensor
-            for layer in self.layers.layers
-            for name, tensor in layer.module.state_dict().items()
-        }
+        return self.layers.state_dict()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def train(self, mode: bool = True) -> Self:
+        """Switch all layers to training, or to evaluation."""
+        self.layers.modules.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Switch all layers to evaluation."""
+        return self.train(mode=False)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients down to a global norm; gives back the norm that they had."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
@@ -162,18 +194,79 @@ class Pipeline:
     def trace(self) -> Iterator[Timeline]:
         """The measured timeline of the last step in the block, in ms; empty until it ends."""
         timeline = Timeline(((),) * self.schedule.num_ranks, self.schedule.placement)
-        before, self._traced = self._traced, {}
-        try:
-            yield timeline
-        finally:
-            rows = (tuple(self._traced.get(r, ())) for r in range(self.schedule.num_ranks))
-            object.__setattr__(timeline, "spans", tuple(rows))
-            object.__setattr__(timeline, "name", f"{self.schedule.name}, measured")
-            self._traced = before
+        self.last_step = None
+        yield timeline
+        measured(timeline, self.last_step, self.schedule)
 
     def close(self) -> None:
         """End the threads; a pipeline that is garbage collected ends them as well."""
         self.driver.close()
+
+    def _settle(self, places: list[torch.device | None]) -> TiedWeights:
+        """Layers move to the devices of their stages."""
+        here = {n: place for place, part in zip(places, self.cut, strict=True) for n in part}
+        for number, place in here.items():
+            if place is not None:
+                self.layers.layers[number].module.to(place)
+        return TiedWeights.of(self.layers, here)
+
+    def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
+        pieces = self._pieces(inputs, named, target)
+        targets = microbatches.cut(target, pieces)
+        weights = self._weights(pieces, targets)
+        step = self._start(inputs, named, pieces)
+        parts = zip(targets, weights, strict=True)
+        step.targets = [Target(self.loss_fn, part, weight) for part, weight in parts]
+        return step
+
+    def _start(self, inputs: Any, named: Mapping[str, Any], pieces: list[int]) -> Step:
+        with torch.enable_grad():  # inputs may come from a graph of the caller's
+            parts = microbatches.cut(self._named(inputs, named), pieces)
+        return Step(parts, self.seed, self.num_steps, Ambient.here())
+
+    def _run(self, step: Step) -> None:
+        statistics = [stage.statistics for stage in self.executor.stages]
+        self.tied.refresh()
+        try:
+            self.driver.run(self.executor, step)
+            self.tied.add_gradients()
+            for each in statistics:
+                each.update()
+        finally:
+            for each in statistics:
+                each.seen.clear()
+        self.last_step = step
+
+    def _pass_back(self, step: Step) -> None:
+        """On to what made the inputs, if they are part of a graph."""
+        wanted = [(t, g) for t, g in _wanted(step) if g is not None]
+        if wanted:
+            engine.backward(*zip(*wanted, strict=True))
+
+    def _connected(self, step: Step, outputs: list[Any], joined: Any) -> Any:
+        """The joined outputs as part of the caller's graph."""
+        lengths = [[len(tensor) for tensor in trees.tensors(output)] for output in outputs]
+
+        def drain(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+            if step.purpose is Purpose.DRAIN:
+                raise ModelError("backward ran twice through one output, but its graph is gone")
+            step.purpose = Purpose.DRAIN
+            columns = [
+                [None] * len(lengths) if gradient is None else torch.split(gradient, list(column))
+                for gradient, column in zip(gradients, zip(*lengths, strict=True), strict=True)
+            ]
+            step.output_gradients = [
+                {self.layers.output: [(len(self.layers), list(row))]}
+                for row in zip(*columns, strict=True)
+            ]
+            self._run(step)
+            return [gradient for _, gradient in _wanted(step)]
+
+        inputs = [t for part in step.inputs for t in trees.tensors(part) if t.requires_grad]
+        fresh = iter(connected(trees.tensors(joined), inputs, drain))
+        return trees.map_leaves(
+            lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, joined
+        )
 
     def _pieces(self, *batches: Any) -> list[int]:
         length = microbatches.num_samples(*batches)
@@ -186,33 +279,36 @@ class Pipeline:
         total = sum(float(self.count_fn(part)) for part in targets)
         return [1.0 / total if total else 0.0] * len(pieces)
 
-    def _start(self, parts: list[Any]) -> Step:
-        inputs = [self._named(part) for part in parts]
-        return Step(inputs, [], self.seed, self.num_steps, Ambient.here())
-
-    def _run(self, step: Step) -> None:
-        self.tied.refresh()
-        try:
-            self.driver.run(self.executor, step)
-            self.tied.add_gradients()
-            for stage in self.executor.stages:
-                stage.finish()
-        finally:
-            for stage in self.executor.stages:
-                stage.clear()
-        self._traced.clear()
-        self._traced.update(step.spans)
-
-    def _named(self, inputs: Any) -> Mapping[str, Any]:
+    def _named(self, inputs: Any, named: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs by name: those of a dict, or the one that the first layer reads."""
         names = {v.name for row in self.layers.sources for v in row if v.writer == INPUT}
-        found = inputs if names != {CHAIN} and isinstance(inputs, dict) else {CHAIN: inputs}
+        is_named = isinstance(inputs, dict) and names - named.keys() != {CHAIN}
+        found = {**(inputs if is_named else {CHAIN: inputs}), **named}
         if missing := sorted(names - found.keys()):
             raise BatchError(
                 f"inputs have {', '.join(map(str, found))}, but layers read {', '.join(missing)} "
                 "before any layer writes it: give inputs as a dict with these names"
             )
-        return found
+        return {name: found[name] for name in names}
+
+
+def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
+    """The tensors of the micro-batches that have a graph of their own, and their gradients."""
+    found = gathered(step)
+    return [
+        (tensor, gradient)
+        for microbatch, part in enumerate(step.inputs)
+        for name, tree in part.items()
+        for tensor, gradient in zip(
+            trees.tensors(tree), found[microbatch, Value(INPUT, name)], strict=True
+        )
+        if tensor.requires_grad
+    ]
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ModelError(f"{name} is {value!r}, but takes {' or '.join(map(repr, choices))}")
 
 
 def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -253,14 +349,6 @@ def _recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[s
             f"{', '.join(map(repr, RECOMPUTE))}, or one for each stage"
         )
     return modes
-
-
-def _driver(backend: str, num_ranks: int) -> Driver:
-    if backend == "serial":
-        return Serial()
-    if backend == "threads":
-        return Threads(num_ranks)
-    raise ScheduleError(f"backend is {backend!r}, but there are 'serial' and 'threads': use one")
 
 
 def _edges(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:

@@ -16,7 +16,6 @@ from stageline.errors import BatchError, ModelError, ParityError, ScheduleError,
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.schedules.schedule import Schedule
-from stageline.simulation.simulate import simulate
 
 
 def chain() -> nn.Sequential:
@@ -89,13 +88,6 @@ def test_evaluation_gives_the_model_s_output_and_leaves_gradients_alone() -> Non
     with torch.no_grad():
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split([2, 2, 2, 1])]))  # type: ignore[no-untyped-call]
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
-    pipe.close()
-
-
-def test_a_call_that_would_lose_gradients_is_refused() -> None:
-    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
-    with pytest.raises(ModelError, match=r"under torch.no_grad\(\), or train with step\(\)"):
-        pipe(torch.randn(4, 4))
     pipe.close()
 
 
@@ -176,17 +168,6 @@ def test_a_layer_that_raises_is_named_with_rank_action_and_cause(backend: str) -
     pipe.close()
 
 
-def test_activations_are_gone_as_soon_as_their_backward_is_done() -> None:
-    model = chain()
-    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4, backend="serial")
-    alive: list[int] = []
-    held = [stage.graphs for stage in pipe.executor.stages]
-    model[0].register_forward_hook(lambda *_: alive.append(len(held[0])))
-    pipe.step(torch.randn(8, 4), torch.randn(8, 3))
-    assert max(alive) + 1 == max(simulate(pipe.schedule).peak_activations)
-    assert not any(held)
-
-
 @pytest.mark.parametrize(
     ("inputs", "target", "message"),
     [
@@ -217,9 +198,7 @@ def test_a_schedule_that_adds_gradients_in_another_order_is_refused() -> None:
 
 
 def test_wrong_options_are_told() -> None:
-    with pytest.raises(
-        ScheduleError, match="backend is 'gpu', but there are 'serial' and 'threads'"
-    ):
+    with pytest.raises(ModelError, match="backend is 'gpu', but takes 'threads' or 'serial'"):
         Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, backend="gpu")
     with pytest.raises(ModelError, match="recompute is 'sometimes', but 2 stages take one of"):
         Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, recompute="sometimes")

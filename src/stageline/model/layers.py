@@ -9,10 +9,11 @@ one layer and read by a later one, with another name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -79,6 +80,29 @@ class LayerSequence:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    @cached_property
+    def modules(self) -> nn.ModuleList:
+        """Of all layers."""
+        return nn.ModuleList(layer.module for layer in self.layers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers under the names that they have in the model."""
+        return {
+            f"{layer.name}.{name}": tensor
+            for layer in self.layers
+            for name, tensor in layer.module.state_dict().items()
+        }
+
+    def copy(self) -> LayerSequence:
+        """The same layers with modules of their own, without gradients."""
+        modules = copy.deepcopy(self.modules)
+        modules.zero_grad()
+        pairs = zip(self.layers, modules, strict=True)
+        return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))
 
     @cached_property
     def sources(self) -> tuple[tuple[Value, ...], ...]:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from stageline.errors import ModelError
+from stageline.model.flops import forward_flops
 from stageline.model.layers import LayerSequence
 
 Cut = tuple[range, ...]  # for each stage, the numbers of its layers
 
 
-def cut(layers: LayerSequence, num_stages: int, balance: Sequence[int] | None = None) -> Cut:
-    """By the given numbers of layers, or such that the largest stage is as small as possible."""
+def cut(
+    layers: LayerSequence,
+    num_stages: int,
+    balance: Sequence[int] | None = None,
+    sample: Mapping[str, Any] | None = None,
+) -> Cut:
+    """By the given numbers of layers, or such that the costliest stage costs as little as possible.
+
+    Costs are the FLOPs that a sample of the inputs takes, if there is one, or else the parameters.
+    """
     if len(layers) < num_stages:
         raise ModelError(
             f"the model has {len(layers)} layers, but {num_stages} stages need one each at least: "
             "use fewer ranks or chunks, or cut the model into smaller layers"
         )
     if balance is None:
-        balance = smallest_largest([_cost(layers, i) for i in range(len(layers))], num_stages)
+        balance = smallest_largest(_costs(layers, sample), num_stages)
     _check_balance(balance, len(layers), num_stages)
     return tuple(range(first, last) for first, last in pairwise(accumulate(balance, initial=0)))
 
@@ -32,9 +42,11 @@ def _check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> 
         )
 
 
-def _cost(layers: LayerSequence, number: int) -> float:
-    """Parameters stand for time and memory; one more, so that layers without any count too."""
-    return 1.0 + sum(parameter.numel() for parameter in layers.layers[number].module.parameters())
+def _costs(layers: LayerSequence, sample: Mapping[str, Any] | None) -> list[float]:
+    """Parameters count beside FLOPs, and one more, so that layers without either count too."""
+    sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers.layers]
+    flops = forward_flops(layers, sample) if sample is not None else None
+    return [1.0 + a + b for a, b in zip(sizes, flops or [0] * len(sizes), strict=True)]
 
 
 def smallest_largest(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,12 @@ class Ambient:
             )
         )
 
-    def again(self, *, grad: bool) -> AbstractContextManager[object]:
+    def enter(self, around: ExitStack, *, grad: bool) -> None:
         """The same in another thread or at another time, with or without recording a graph."""
-        stack = ExitStack()
-        stack.enter_context(torch.set_grad_enabled(grad))
+        if torch.is_grad_enabled() != grad:
+            around.enter_context(torch.set_grad_enabled(grad))
         for kind, dtype in self.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
-        return stack
+            around.enter_context(torch.autocast(kind, dtype))
+        for kind in DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind) and kind not in dict(self.autocast):
+                around.enter_context(torch.autocast(kind, enabled=False))

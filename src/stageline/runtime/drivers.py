@@ -6,13 +6,15 @@ and the cause, after every other rank has stopped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
 import torch
 
-from stageline.errors import StageError
-from stageline.runtime.executor import Executor, Rank, Step
+from stageline.errors import ModelError, StageError
+from stageline.runtime.devices import current
+from stageline.runtime.executor import Executor, Message, Rank, Step
 from stageline.runtime.mailbox import Mailbox, PostOffice, Stopped
 from stageline.schedules.action import Action, Kind
 
@@ -31,7 +33,7 @@ class Serial:
     """All ranks in the calling thread: each goes on until it needs what is not there yet."""
 
     def run(self, executor: Executor, step: Step) -> None:
-        messages: dict[Action, object] = {}
+        messages: dict[Action, Message] = {}
         num_ranks = len(executor.program.actions)
         ranks = {r: executor.run(r, step, messages.__setitem__) for r in range(num_ranks)}
         needs: dict[int, Action | None] = dict.fromkeys(ranks)
@@ -51,10 +53,10 @@ def _advance(
     rank: int,
     run: Rank,
     needs: dict[int, Action | None],
-    message: object,
+    message: Message | None,
 ) -> None:
     try:
-        needs[rank] = run.send(message)
+        needs[rank] = next(run) if message is None else run.send(message)
     except StopIteration:
         del needs[rank]
     except Exception as error:
@@ -64,10 +66,14 @@ def _advance(
 class Threads:
     """A thread for each rank, kept from step to step."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="stageline-rank")
+    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+        self.devices = devices
+        self.is_closed = False
+        self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="stageline-rank")
 
     def run(self, executor: Executor, step: Step) -> None:
+        if self.is_closed:
+            raise ModelError("the pipeline is closed, and its threads have ended: build another")
         num_ranks, num_threads = len(executor.program.actions), torch.get_num_threads()
         post = PostOffice(executor.program.placement, num_ranks)
         failures: list[StageError] = []
@@ -76,7 +82,8 @@ class Threads:
             # OpenMP counts for each thread anew, and a convolution's sums depend on that count
             torch.set_num_threads(num_threads)
             try:
-                _run_blocking(executor.run(rank, step, post.send), post.mailboxes[rank])
+                with current(self.devices[rank]):
+                    _run_blocking(executor.run(rank, step, post.send), post.mailboxes[rank])
             except BaseException as error:
                 post.close()
                 failures.append(_failure(executor, step, rank, error))
@@ -94,6 +101,7 @@ class Threads:
             raise failures[0]
 
     def close(self) -> None:
+        self.is_closed = True
         self.pool.shutdown()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from threading import Condition
-from typing import Any
+from queue import SimpleQueue
 
+from stageline.runtime.executor import Message
 from stageline.schedules.action import Action
 from stageline.schedules.placement import Placement
 
@@ -14,35 +14,30 @@ class Stopped(Exception):  # noqa: N818  no error of its own: another rank faile
 
 
 class Mailbox:
-    """What was sent to one rank and not yet taken. State: the messages, and whether all is over.
+    """What was sent to one rank and not yet taken. State: the queue, and what came out of turn.
 
     Each rank has its own, so that a message wakes the one thread that may wait for it.
     """
 
     def __init__(self) -> None:
-        self.messages: dict[Action, Any] = {}
-        self.changed = Condition()
-        self.is_closed = False
+        self.queue: SimpleQueue[tuple[Action, Message] | None] = SimpleQueue()
+        self.early: dict[Action, Message] = {}
 
-    def put(self, send: Action, message: Any) -> None:
-        with self.changed:
-            self.messages[send] = message
-            self.changed.notify()
+    def put(self, send: Action, message: Message) -> None:
+        self.queue.put((send, message))
 
-    def take(self, send: Action) -> Any:
+    def take(self, send: Action) -> Message:
         """Wait for a message; raises `Stopped` once the mailbox is closed."""
-        with self.changed:
-            while send not in self.messages:
-                if self.is_closed:
-                    raise Stopped
-                self.changed.wait()
-            return self.messages.pop(send)
+        while send not in self.early:
+            found = self.queue.get()
+            if found is None:
+                raise Stopped
+            self.early[found[0]] = found[1]
+        return self.early.pop(send)
 
     def close(self) -> None:
         """Wake the rank if it waits: nothing more will come."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify()
+        self.queue.put(None)
 
 
 class PostOffice:
@@ -52,7 +47,7 @@ class PostOffice:
         self.placement = placement
         self.mailboxes = [Mailbox() for _ in range(num_ranks)]
 
-    def send(self, action: Action, message: Any) -> None:
+    def send(self, action: Action, message: Message) -> None:
         self.mailboxes[self.placement[action.peer]].put(action, message)
 
     def close(self) -> None:

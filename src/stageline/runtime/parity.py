@@ -6,33 +6,45 @@ with the pipeline: no stages, no messages, no halves, no recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.func import functional_call
 
 from stageline.errors import ParityError
 from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.model.split import Cut
+from stageline.runtime import trees
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.executor import Step
-from stageline.runtime.randomness import drawing, layer_seed
+from stageline.runtime.randomness import Key, drawing
+from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
 from stageline.runtime.stage import LOSS
 from stageline.runtime.tied import TiedWeights
 
 
-def plain_step(layers: LayerSequence, step: Step, batch_norm: str) -> None:
+def plain_step(
+    layers: LayerSequence, step: Step, batch_norm: str, accumulate: str = "exact"
+) -> None:
     """Forward and backward of all micro-batches, in ascending order."""
+    is_fused = accumulate == "fused"
     tied = TiedWeights.of(layers)
     statistics = Statistics.of((layer.module for layer in layers.layers), batch_norm)
     for microbatch, target in enumerate(step.targets):
-        with step.ambient.again(grad=True), statistics.watch(microbatch, again=False):
+        with ExitStack() as around:
+            step.ambient.enter(around, grad=True)
+            around.enter_context(statistics.watch(microbatch, again=False))
+            catch = around.enter_context(CatchWeights()) if is_fused else None
             output = _output(layers, step, microbatch, tied)
-            with drawing(layer_seed(step.seed, step.number, microbatch, LOSS)):
+            with drawing(Key(step.seed, step.number, microbatch, LOSS)):
                 loss = target.loss(output)
         loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
+        if catch:
+            add_weight_gradients(catch.calls, fused=True)
+        step.losses[microbatch] = loss.detach()
     tied.add_gradients()
     statistics.update()
 
@@ -44,7 +56,7 @@ def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeight
             step.inputs[microbatch][value.name] if value.writer == INPUT else values[value]
             for value in layers.sources[number]
         )
-        with drawing(layer_seed(step.seed, step.number, microbatch, layer.name)):
+        with drawing(Key(step.seed, step.number, microbatch, layer.name)):
             result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
         results = result if len(layer.writes) > 1 else (result,)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
@@ -54,7 +66,7 @@ def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeight
 @contextmanager
 def left_as_it_was(layers: LayerSequence) -> Iterator[None]:
     """Gradients set aside and buffers put back."""
-    modules = nn.ModuleList(layer.module for layer in layers.layers)
+    modules = layers.modules
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -73,25 +85,48 @@ def left_as_it_was(layers: LayerSequence) -> Iterator[None]:
             setattr(module, name, buffer)
 
 
-def compare(layers: LayerSequence, plain: LayerSequence) -> None:
-    """Raise for the first gradient or buffer that is not the same to the bit."""
-    for layer, other in zip(layers.layers, plain.layers, strict=True):
+def detached(batch: Any) -> Any:
+    """A copy of a batch, at the edge of a graph of its own."""
+    return trees.map_leaves(lambda item: trees.at_the_edge(trees.copied(item)), batch)
+
+
+def compare(
+    layers: LayerSequence,
+    plain: LayerSequence,
+    losses: Mapping[int, Tensor],
+    plain_losses: Mapping[int, Tensor],
+    cut: Cut,
+) -> None:
+    """Raise for the first loss, gradient or buffer that is not the same to the bit."""
+    for microbatch, loss in plain_losses.items():
+        _compare(f"the loss of micro-batch {microbatch}", losses[microbatch], loss, len(cut) - 1)
+    stages = [stage for stage, numbers in enumerate(cut) for _ in numbers]
+    for layer, other, stage in zip(layers, plain, stages, strict=True):
         wanted = {name: p.grad for name, p in other.module.named_parameters()}
         wanted |= dict(other.module.named_buffers())
         found = {name: p.grad for name, p in layer.module.named_parameters()}
         found |= dict(layer.module.named_buffers())
         for name, tensor in found.items():
-            _compare(f"{layer.name}.{name}", tensor, wanted[name])
+            _compare(f"{layer.name}.{name}", tensor, wanted[name], stage)
 
 
-def _compare(name: str, found: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
+def _compare(name: str, found: Tensor | None, wanted: Tensor | None, stage: int) -> None:
     if found is None or wanted is None:
         if (found is None) != (wanted is None):
             whose = "the plain loop" if found is None else "the pipeline"
-            raise ParityError(f"{name} has a gradient in {whose} only")
-    elif not torch.equal(found, wanted):
+            raise ParityError(f"{name} (stage {stage}) has a gradient in {whose} only")
+    elif not _are_same(found, wanted):
         apart = float((found.double() - wanted.double()).abs().max())
         raise ParityError(
-            f"{name} differs from a plain loop by {apart:.3g} at most, but should not in any bit: "
-            "does a layer keep state between calls, or draw from a generator of its own?"
+            f"{name} (stage {stage}) differs from a plain loop by {apart:.3g} at most, but should "
+            "not in any bit: does a layer keep state between calls, or draw from a generator of "
+            "its own?"
         )
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """To the bit; what is not a number is the same as itself."""
+    if a.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    b = b.to(a.device)
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from hashlib import blake2b
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,15 +33,25 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: str) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest()) >> 1
 
 
-def drawing(seed: int) -> AbstractContextManager[Any]:
-    """Within it, all that is random draws from a generator with this seed."""
-    return _Drawing(seed)
+class Key(NamedTuple):
+    """What a layer's randomness depends on; hashed only if the layer draws."""
+
+    seed: int
+    step: int
+    microbatch: int
+    layer: str
+
+
+def drawing(key: Key) -> AbstractContextManager[Any]:
+    """Within it, all that is random draws from a generator of this key's own."""
+    return _Drawing(key)
 
 
 def may_draw(module: nn.Module) -> bool:
-    """False only for modules of torch.nn that are known to be deterministic.
+    """False only for modules of torch.nn that are known to be deterministic, or that say so.
 
-    Watching costs about 8 µs an operator, as much as a small operator itself.
+    Watching costs about 8 µs an operator, as much as a small operator itself. A module of your own
+    that never draws may promise it with a class attribute `draws = False`.
     """
     return any(_may_draw_itself(part) for part in module.modules())
 
@@ -52,7 +63,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 def _may_draw_itself(module: nn.Module) -> bool:
     if not is_of_torch(module):
-        return True
+        return bool(getattr(module, "draws", True))
     chance = getattr(module, "dropout", 0.0)
     random_kinds = (
         dropout._DropoutNd,  # noqa: SLF001  the base of all dropouts
@@ -66,9 +77,9 @@ def _may_draw_itself(module: nn.Module) -> bool:
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """State: a generator for each device that was drawn on."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, key: Key) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed = seed
+        self.key = key
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(
@@ -79,7 +90,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
+        if not _is_random(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
         generator = self._generator(_device(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):  # noqa: SLF001
@@ -88,8 +99,13 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+            self.generators[device] = torch.Generator(device).manual_seed(layer_seed(*self.key))
         return self.generators[device]
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

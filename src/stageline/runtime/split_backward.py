@@ -12,15 +12,16 @@ graphs hold. Functions that are not caught are no harm: their weights get their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from stageline.runtime import engine
 
 CAUGHT: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -59,7 +60,8 @@ class Caught:
     leaves: list[Tensor]  # copies of the inputs that need a gradient
     weights: list[nn.Parameter]
     outputs: list[Tensor]
-    gradients: list[Tensor | None] = field(default_factory=list)
+    linear: tuple[Any, ...]  # the arguments, if it is a linear
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 class CatchWeights(TorchFunctionMode):
@@ -68,6 +70,7 @@ class CatchWeights(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Caught] = []
+        self.anchor = torch.empty(0, requires_grad=True)  # so that a gradient always arrives
 
     def __torch_function__(
         self,
@@ -77,34 +80,35 @@ class CatchWeights(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in CAUGHT or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        items, form = pytree.tree_flatten((args, kwargs))
-        weights = {id(i): i for i in items if isinstance(i, nn.Parameter) and i.requires_grad}
-        if not weights:
-            return func(*args, **kwargs)
-        return self._catch(func, items, form, list(weights.values()))
+        if func in CAUGHT and torch.is_grad_enabled():
+            needy = {id(t): t for t in _tensors((*args, *kwargs.values())) if t.requires_grad}
+            weights = [tensor for tensor in needy.values() if isinstance(tensor, nn.Parameter)]
+            if weights:
+                return self._catch(func, args, kwargs, needy, weights)
+        return func(*args, **kwargs)
 
     def _catch(
         self,
         func: Callable[..., Any],
-        items: list[Any],
-        form: pytree.TreeSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        needy: dict[int, Tensor],
         weights: list[nn.Parameter],
     ) -> Any:
         # what is given several times, as query and as key say, is one input with one gradient
-        needy = {id(i): i for i in items if _needs_gradient(i) and not isinstance(i, nn.Parameter)}
-        inputs = list(needy.values())
+        inputs = [tensor for tensor in needy.values() if not isinstance(tensor, nn.Parameter)]
         copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
-        args, kwargs = pytree.tree_unflatten([copies.get(id(i), i) for i in items], form)
-        results, result_form = pytree.tree_flatten(func(*args, **kwargs))
-        outputs = [result for result in results if _needs_gradient(result)]
-        call = Caught([copies[id(tensor)] for tensor in inputs], weights, outputs)
+        args = tuple(_swapped(item, copies) for item in args)
+        kwargs = {name: _swapped(item, copies) for name, item in kwargs.items()}
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        outputs = [item for item in results if _needs_gradient(item)]
+        given = args if func is F.linear and not kwargs else ()
+        call = Caught(list(copies.values()), weights, outputs, given)
         self.calls.append(call)
-        anchor = torch.empty(0, requires_grad=True)  # a gradient comes even if no input needs one
-        outside = iter(_Around.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
-        around = [next(outside) if _needs_gradient(result) else result for result in results]
-        return pytree.tree_unflatten(around, result_form)
+        outside = iter(_Around.apply(call, self.anchor, *inputs))  # type: ignore[no-untyped-call]
+        around = tuple(next(outside) if _needs_gradient(item) else item for item in results)
+        return around if isinstance(result, tuple) else around[0]
 
 
 class _Around(torch.autograd.Function):
@@ -124,32 +128,76 @@ class _Around(torch.autograd.Function):
                 "a layer takes gradients of gradients, but a backward in halves has none: "
                 "use a schedule without I and W"
             )
-        call.gradients = list(gradients)
-        return None, None, *_gradients(call, call.leaves, keep=True)
+        call.gradients = gradients
+        arrived = _arrived(call)
+        if not call.leaves or not arrived:
+            return None, None, *(None for _ in call.leaves)
+        outputs, found = zip(*arrived, strict=True)
+        return None, None, *engine.gradients(call.leaves, outputs, found)
 
 
-def add_weight_gradients(calls: Iterable[Caught]) -> None:
-    """Add to `.grad` as autograd does: the uses of a weight first to each other, last one first."""
-    sums: dict[nn.Parameter, Tensor] = {}
-    for call in reversed(list(calls)):
-        for weight, gradient in zip(call.weights, _gradients(call, call.weights), strict=True):
-            if gradient is not None:
-                sums[weight] = sums[weight] + gradient if weight in sums else gradient
-    for weight, total in sums.items():
-        if weight.grad is not None:
-            weight.grad.add_(total)
-        elif total.is_sparse:
-            weight.grad = total.clone()
-        else:  # it may be shared between weights, or expanded: autograd copies it then as well
-            weight.grad = torch.empty_like(weight).copy_(total)
+def add_weight_gradients(calls: Iterable[Caught], *, fused: bool = False) -> None:
+    """Take gradients from the calls to the weights: `.grad` changes as autograd changes it.
+
+    One backward for all calls, so that the uses of a weight are added to each other first, the last
+    one first. `fused` adds those of matrix products inside of the product.
+    """
+    ordinary = [call for call in calls if not (fused and _add_inside(call))]
+    arrived = [pair for call in ordinary for pair in _arrived(call)]
+    if arrived:
+        outputs, gradients = zip(*arrived, strict=True)
+        weights = {id(weight): weight for call in ordinary for weight in call.weights}
+        engine.backward_to(list(weights.values()), outputs, gradients)
 
 
-def _gradients(call: Caught, wanted: list[Any], *, keep: bool = False) -> tuple[Tensor | None, ...]:
-    arrived = [(o, g) for o, g in zip(call.outputs, call.gradients, strict=False) if g is not None]
-    if not wanted or not arrived:
-        return (None,) * len(wanted)
-    outputs, gradients = zip(*arrived, strict=True)
-    return torch.autograd.grad(outputs, wanted, gradients, retain_graph=keep, allow_unused=True)
+def _add_inside(call: Caught) -> bool:
+    """`grad += gradientᵀ · x` for a linear, without a matrix in between; False if it is not that.
+
+    About a third faster than a product and a sum, for 128 rows.
+    """
+    if not call.linear or not _arrived(call):
+        return False
+    x, weight, *bias = call.linear
+    gradient = _arrived(call)[0][1]
+    others = (x, gradient, weight.grad) if weight.grad is not None else (x, gradient)
+    if not _is_plain(weight) or any(tensor.dtype != weight.dtype for tensor in others):
+        return False  # autocast: the product is of another type than the sum
+    rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.detach().reshape(-1, x.shape[-1])
+    if weight.requires_grad:
+        if weight.grad is None:
+            weight.grad = rows.t().mm(columns)
+        else:
+            weight.grad.addmm_(rows.t(), columns)
+    if bias and bias[0] is not None and bias[0].requires_grad:
+        total = rows.sum(0)
+        bias[0].grad = total if bias[0].grad is None else bias[0].grad.add_(total)
+    return True
+
+
+def _is_plain(weight: Any) -> bool:
+    """A parameter without hooks that want to see its gradient."""
+    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    return isinstance(weight, nn.Parameter) and not hooks
+
+
+def _arrived(call: Caught) -> list[tuple[Tensor, Tensor]]:
+    pairs = zip(call.outputs, call.gradients, strict=False)
+    return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+
+def _tensors(items: Iterable[Any]) -> Iterable[Tensor]:
+    """Of arguments; `einsum` may be given its operands in a list."""
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _tensors(item)
+
+
+def _swapped(item: Any, copies: Mapping[int, Tensor]) -> Any:
+    if isinstance(item, list | tuple) and any(True for _ in _tensors(item)):
+        return [_swapped(part, copies) for part in item]
+    return copies.get(id(item), item)
 
 
 def _needs_gradient(item: Any) -> bool:

@@ -1,73 +1,96 @@
-"""One stage at work: its layers forward and backward, and what it holds between the two."""
+"""One stage at work: its layers forward and backward, and what waits in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from stageline.errors import ModelError
-from stageline.model.layers import LayerSequence, Value
+from stageline.model.layers import Layer, LayerSequence, Value
+from stageline.runtime import engine, trees
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
-from stageline.runtime.randomness import drawing, is_of_torch, layer_seed, may_draw
+from stageline.runtime.devices import moved
+from stageline.runtime.in_place import InPlace, versions
+from stageline.runtime.offload import HostMemory, Parking
+from stageline.runtime.randomness import Key, drawing, may_draw
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
 from stageline.runtime.tied import TiedWeights
 
 NOTHING = torch.empty(0)
 LOSS = "loss_fn"  # in the place of a layer's name
-PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
 Values = Mapping[Value, Any]
 # The gradients of a value's tensors, by the number of the layer that read it.
-Gradients = dict[Value, list[tuple[int, list[torch.Tensor | None]]]]
+Gradients = dict[Value, list[tuple[int, list[Tensor | None]]]]
+Reads = dict[tuple[int, Value], list[Tensor]]  # by layer: leaves that collect gradients
 
 
 @dataclass(frozen=True)
 class Target:
     """What the last stage compares its output with, and how much this micro-batch counts."""
 
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    loss_fn: Callable[[Any, Any], Tensor]
     target: Any
     weight: float
 
-    def loss(self, output: Any) -> torch.Tensor:
-        return self.loss_fn(output, self.target)
+    def loss(self, output: Any, device: torch.device | None = None) -> Tensor:
+        return self.loss_fn(output, moved(self.target, device))
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """All that the forward of a micro-batch depends on, to run it once or once again."""
 
     microbatch: int
     values: Values  # what the stage reads
-    target: Target | None  # on the last stage
+    target: Target | None  # on the last stage, if the loss is known here
     seed: int
     step: int
     ambient: Ambient
-    in_halves: bool  # the backward comes as I and W
-    recompute: bool  # keep only what is read, and run forward again before the backward
+    in_halves: bool = False  # the backward comes as I and W
+    recompute: bool = False  # keep only what is read, and run forward again before the backward
+    offload: bool = False  # what is kept waits in host memory
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     """What a forward leaves behind for its backward."""
 
-    reads: dict[tuple[int, Value], list[torch.Tensor]]  # by layer: leaves that collect gradients
+    reads: Reads
     writes: dict[Value, Any]  # values that later stages read
-    loss: torch.Tensor | None
-    calls: list[Caught]  # that use weights, if the backward comes in halves
+    loss: Tensor | None
+    weight: float  # what the loss counts for
+    calls: list[Caught]  # that use weights, if these were caught
+    parking: Parking | None
+
+
+@dataclass
+class Waiting:
+    """What one stage holds during one step, by micro-batch."""
+
+    passes: dict[int, Pass] = field(default_factory=dict)  # from a forward to its recomputation
+    graphs: dict[int, Graph] = field(default_factory=dict)  # from a forward to its backward
+    owed: dict[int, list[Caught]] = field(default_factory=dict)  # from an I to its W
+
+
+class Bound(NamedTuple):
+    """A layer in its stage: all that is known before any data comes."""
+
+    number: int
+    layer: Layer
+    sources: tuple[Value, ...]
+    outside: tuple[Value, ...]  # those that the loader or other stages bring
+    writes: tuple[Value, ...]
+    draws: bool  # it may use random numbers
+    doubles: dict[str, Tensor] | None  # of weights that other layers use as well
 
 
 class Stage:
-    """A run of layers. State: what waits for a backward, by micro-batch."""
+    """A run of layers. State: which layer runs, what was seen of them, BatchNorm's statistics."""
 
     def __init__(
         self,
@@ -76,175 +99,191 @@ class Stage:
         sent: Iterable[Value],
         tied: TiedWeights,
         batch_norm: str,
+        accumulate: str = "exact",
+        device: torch.device | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
-        self.layers, self.numbers, self.tied = layers, numbers, tied
+        self.layers, self.numbers = layers, numbers
+        self.device, self.host_memory = device, host_memory
         output = {layers.output} if layers.output.writer in numbers else set()
-        self.sent = frozenset(sent) | output
+        self.sent = tuple(sorted(frozenset(sent) | output))
+        self.bound = [_bound(layers, number, numbers, tied) for number in numbers]
         modules = [layers.layers[number].module for number in numbers]
-        pairs = list(zip(numbers, modules, strict=True))
-        self.random = {number for number, module in pairs if may_draw(module)}
-        self.in_place = {number for number, module in pairs if may_write_in_place(module)}
+        self.is_fused = accumulate == "fused"
+        self.is_compiled = any(map(_is_compiled, modules))  # its functions cannot be caught
         names = [layers.layers[number].name for number in numbers]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = Statistics.of(modules, batch_norm)
-        self.passes: dict[int, Pass] = {}  # between a forward and its recomputation
-        self.graphs: dict[int, Graph] = {}  # between a forward and its backward
-        self.owed: dict[int, list[Caught]] = {}  # weight gradients, between I and W
+        self.in_place = InPlace(modules)
         self.at_work = ""  # the name of the layer that runs, for errors
 
-    def finish(self) -> None:
-        """At the end of a step."""
-        self.statistics.update()
-
-    def clear(self) -> None:
-        """Forget what a step that failed has left behind."""
-        self.statistics.seen.clear()
-        self.passes.clear()
-        self.graphs.clear()
-        self.owed.clear()
-
-    def forward(self, this: Pass) -> tuple[dict[Value, Any], torch.Tensor | None]:
+    def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
         """Run the layers; gives back the values that later stages read, and the loss."""
-        # torch takes other kernels, with other bits, where no graph is recorded; so one is, and
-        # what it would save for the backward is dropped at once
-        keep = saved_tensors_hooks(_nothing, _nothing) if this.recompute else nullcontext()
-        with keep:
-            graph = self._run(this, grad=True, again=False)
+        graph = self._run(this, grad=True, again=False)
         if this.recompute:
-            self.passes[this.microbatch] = this
+            waiting.passes[this.microbatch] = this
         else:
-            self.graphs[this.microbatch] = graph
-        written = {value: pytree.tree_map(_leaf, tree) for value, tree in graph.writes.items()}
+            waiting.graphs[this.microbatch] = graph
+        written = {v: trees.map_leaves(trees.at_the_edge, t) for v, t in graph.writes.items()}
         return written, None if graph.loss is None else graph.loss.detach()
 
-    def run_only(self, this: Pass) -> Values:
+    def run_only(self, this: Pass) -> dict[Value, Any]:
         """A forward that no backward follows; gives back what others read, and the output."""
         return self._run(this, grad=False, again=False).writes
 
-    def prepare_backward(self, microbatch: int) -> None:
-        """Recompute what was not kept; this need not wait for the gradient to arrive."""
-        if microbatch in self.passes:
-            self.graphs[microbatch] = self._run(self.passes.pop(microbatch), grad=True, again=True)
+    def fetch(self, microbatch: int, waiting: Waiting) -> None:
+        """Bring back what waits in host memory, ahead of its use."""
+        graph = waiting.graphs.get(microbatch)
+        if graph and graph.parking:
+            graph.parking.fetch()
 
-    def backward(self, microbatch: int, gradients: Gradients, target: Target | None) -> Gradients:
+    def prepare_backward(self, microbatch: int, waiting: Waiting) -> None:
+        """Recompute what was not kept; this need not wait for the gradient to arrive."""
+        again = waiting.passes.pop(microbatch)
+        waiting.graphs[microbatch] = self._run(again, grad=True, again=True)
+
+    def backward(
+        self, microbatch: int, gradients: Gradients, waiting: Waiting, *, in_halves: bool
+    ) -> Gradients:
         """Take gradients back to what was read, and to the weights whose use was not caught."""
-        graph = self.graphs.pop(microbatch)
+        graph = waiting.graphs.pop(microbatch)
         self.at_work = self.name
         roots, seeds = [], []
         for value, tree in graph.writes.items():
-            for tensor, seed in zip(_tensors(tree), _sums(gradients.get(value, [])), strict=False):
-                if tensor.requires_grad and seed is not None:
-                    roots.append(tensor)
-                    seeds.append(seed)
-        if graph.loss is not None and target is not None:
+            if value in gradients:
+                arrived = sums(moved(gradients[value], self.device))
+                for tensor, seed in zip(trees.tensors(tree), arrived, strict=True):
+                    if tensor.requires_grad and seed is not None:
+                        roots.append(tensor)
+                        seeds.append(seed)
+        if graph.loss is not None:
             roots.append(graph.loss)
-            seeds.append(torch.full_like(graph.loss, target.weight))
+            seeds.append(torch.full_like(graph.loss, graph.weight))
         if roots:
-            torch.autograd.backward(roots, seeds)
-        if graph.calls:
-            self.owed[microbatch] = graph.calls
+            engine.backward(roots, seeds)
+        if in_halves:
+            waiting.owed[microbatch] = graph.calls
+        elif graph.calls:
+            add_weight_gradients(graph.calls, fused=self.is_fused)
         back: Gradients = {}
-        for (number, value), tree in graph.reads.items():
-            back.setdefault(value, []).append((number, [leaf.grad for leaf in tree]))
+        for (number, value), leaves in graph.reads.items():
+            back.setdefault(value, []).append((number, [leaf.grad for leaf in leaves]))
         return back
 
-    def weight_gradients(self, microbatch: int) -> None:
+    def weight_gradients(self, microbatch: int, waiting: Waiting) -> None:
         """What an I left to do."""
         self.at_work = self.name
-        add_weight_gradients(self.owed.pop(microbatch, []))
+        add_weight_gradients(waiting.owed.pop(microbatch), fused=self.is_fused)
 
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
-        reads: dict[tuple[int, Value], list[torch.Tensor]] = {}
+        is_kept = grad and (again or not this.recompute)
+        may_catch = is_kept and not self.is_compiled
+        catch = CatchWeights() if may_catch and (this.in_halves or self.is_fused) else None
+        parking = Parking(self.host_memory) if this.offload and self.host_memory else None
         written: dict[Value, Any] = {}
-        is_last = again or not this.recompute  # of the forwards of this micro-batch
-        catch = CatchWeights() if this.in_halves and grad and is_last else nullcontext()
-        watch = self.statistics.watch(this.microbatch, again=again)
-        with this.ambient.again(grad=grad), catch as caught, watch:
-            for number in self.numbers:
-                self._run_layer(number, this, reads, written)
+        with ExitStack() as around:
+            this.ambient.enter(around, grad=grad)
+            reads, entered = self._enter(this)
+            if grad and not is_kept:
+                # torch takes other kernels, with other bits, where no graph is recorded; so one is,
+                # and what it would save for the backward is dropped at once
+                around.enter_context(saved_tensors_hooks(_nothing, _nothing))
+            elif parking and grad:
+                around.enter_context(saved_tensors_hooks(parking.put, parking.take))
+            if catch:
+                around.enter_context(catch)
+            if self.statistics.modules:
+                around.enter_context(self.statistics.watch(this.microbatch, again=again))
+            for bound in self.bound:
+                self._run_layer(bound, this, entered, written)
             loss = self._loss(this, written) if this.target else None
         # the tensors as they are now: a layer may still change the dict or list that it returned
-        writes = {value: pytree.tree_map(_itself, written[value]) for value in self.sent}
-        return Graph(reads, writes, loss, caught.calls if caught else [])
+        writes = {value: trees.map_leaves(trees.itself, written[value]) for value in self.sent}
+        weight = this.target.weight if this.target else 0.0
+        return Graph(reads, writes, loss, weight, catch.calls if catch else [], parking)
 
-    def _loss(self, this: Pass, written: dict[Value, Any]) -> torch.Tensor:
-        assert this.target is not None  # this is the last stage
-        self.at_work = LOSS
-        with drawing(layer_seed(this.seed, this.step, this.microbatch, LOSS)):
-            return this.target.loss(written[self.layers.output])
+    def _enter(self, this: Pass) -> tuple[Reads, dict[tuple[int, Value], Any]]:
+        """For each layer the leaves where its gradients gather, and what it is given."""
+        reads: Reads = {}
+        entered: dict[tuple[int, Value], Any] = {}
+        for bound in self.bound:
+            for value in bound.outside:
+                brought = moved(this.values[value], self.device)
+                leaves = trees.map_leaves(trees.at_the_edge, brought)
+                reads[bound.number, value] = trees.tensors(leaves)
+                entered[bound.number, value] = self.in_place.give(bound.layer.module, leaves)
+        return reads, entered
 
     def _run_layer(
         self,
-        number: int,
+        bound: Bound,
         this: Pass,
-        reads: dict[tuple[int, Value], list[torch.Tensor]],
+        entered: dict[tuple[int, Value], Any],
         written: dict[Value, Any],
     ) -> None:
-        layer, sources = self.layers.layers[number], self.layers.sources[number]
-        self.at_work = layer.name
-        given = {value: written[value] for value in sources if value in written}
-        for value in sources:
-            if value not in written:
-                tree = pytree.tree_map(_leaf, this.values[value])
-                reads[number, value] = _tensors(tree)
-                # an operation in place must not change what others, or a recomputation, read
-                enter = _copy if number in self.in_place else _itself
-                given[value] = pytree.tree_map(enter, tree)
-        seed = layer_seed(this.seed, this.step, this.microbatch, layer.name)
-        with drawing(seed) if number in self.random else nullcontext():
-            arguments = tuple(given[value] for value in sources)
-            if doubles := self.tied.by_layer.get(number):
-                result = functional_call(layer.module, doubles, arguments)
-            else:
-                result = layer.module(*arguments)
-        results = result if len(layer.writes) > 1 else (result,)
-        written |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
+        name, module = bound.layer.name, bound.layer.module
+        self.at_work = name
+        brought = {value: entered[bound.number, value] for value in bound.outside}
+        before = [pair for tree in brought.values() for pair in versions(tree)]
+        given = [brought[v] if v in brought else written[v] for v in bound.sources]
+        if bound.draws:
+            with drawing(Key(this.seed, this.step, this.microbatch, name)):
+                result = _call(bound, given)
+        else:
+            result = _call(bound, given)
+        if before:
+            self.in_place.look(name, module, before)
+        results = result if len(bound.writes) > 1 else (result,)
+        written.update(zip(bound.writes, results, strict=True))
+
+    def _loss(self, this: Pass, written: dict[Value, Any]) -> Tensor:
+        assert this.target is not None  # this is the last stage
+        self.at_work = LOSS
+        with drawing(Key(this.seed, this.step, this.microbatch, LOSS)):
+            return this.target.loss(written[self.layers.output], self.device)
 
 
-def may_write_in_place(module: nn.Module) -> bool:
-    """False only for modules of torch.nn that are not told to work in place."""
-    return any(
-        getattr(part, "inplace", False) or not is_of_torch(part) for part in module.modules()
+def _bound(layers: LayerSequence, number: int, stage: range, tied: TiedWeights) -> Bound:
+    layer, sources = layers.layers[number], layers.sources[number]
+    return Bound(
+        number,
+        layer,
+        sources,
+        tuple(dict.fromkeys(value for value in sources if value.writer not in stage)),
+        tuple(Value(number, name) for name in layer.writes),
+        may_draw(layer.module),
+        tied.by_layer.get(number),
     )
 
 
-def _leaf(item: Any) -> Any:
-    """The same tensor at the edge of a graph of its own; what is no tensor, as it is."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().requires_grad_(item.requires_grad)
-    if item is not None and not isinstance(item, PLAIN):
-        raise ModelError(
-            f"a {type(item).__name__} passes between stages, but tensors in it would not be seen: "
-            "pass tensors, numbers, text, and tuples, lists and dicts of them"
-        )
-    return item
+def _call(bound: Bound, given: list[Any]) -> Any:
+    if bound.doubles:
+        return functional_call(bound.layer.module, bound.doubles, tuple(given))
+    return bound.layer.module(*given)
 
 
-def _copy(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)` or `module.compile()`, as a whole or in part."""
+    return any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
 
 
-def _itself(item: Any) -> Any:
-    """For a tree of the same things in containers of its own."""
-    return item
-
-
-def _nothing(_: Any) -> torch.Tensor:
+def _nothing(_: Any) -> Tensor:
     """In place of a tensor that is saved for a backward that will not come."""
     return NOTHING
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _sums(readers: list[tuple[int, list[torch.Tensor | None]]]) -> list[torch.Tensor | None]:
+def sums(readers: list[tuple[int, list[Tensor | None]]]) -> list[Tensor | None]:
     """Gradients of several readers, the last layer's first: the order in which autograd adds."""
-    total: list[torch.Tensor | None] = []
+    if len(readers) == 1:
+        return readers[0][1]
+    total: list[Tensor | None] = []
     for _, gradients in sorted(readers, key=lambda reader: reader[0], reverse=True):
-        total = [_add(a, b) for a, b in zip(total, gradients, strict=True)] if total else gradients
+        total = list(map(_add, total, gradients)) if total else gradients
     return total
 
 
-def _add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b if a is not None and b is not None else b if a is None else a

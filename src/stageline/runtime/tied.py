@@ -1,4 +1,5 @@
-"""Weights that several layers use: each layer gets a double of its own, with the same memory.
+"""Weights that several layers use: each layer gets a double of its own, on one device with the
+same memory.
 
 Gradients gather in the doubles, micro-batch by micro-batch, whichever rank a layer is on and
 whenever it runs. Once a step they are added up in the order of the layers. So the sum has the same
@@ -10,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
+
+NOWHERE: Mapping[int, torch.device | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,10 @@ class TiedWeights:
     by_weight: tuple[tuple[nn.Parameter, tuple[nn.Parameter, ...]], ...]
 
     @staticmethod
-    def of(layers: LayerSequence) -> TiedWeights:
+    def of(
+        layers: LayerSequence, devices: Mapping[int, torch.device | None] = NOWHERE
+    ) -> TiedWeights:
+        """`devices`: of layers by their number, where they are not all in one place."""
         uses: dict[nn.Parameter, list[tuple[int, list[str]]]] = {}
         for number, layer in enumerate(layers.layers):
             names: dict[nn.Parameter, list[str]] = {}
@@ -40,7 +47,8 @@ class TiedWeights:
             if len(places) > 1:
                 doubles = []
                 for number, found in places:
-                    double = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+                    here = weight.detach().to(devices.get(number) or weight.device)
+                    double = nn.Parameter(here, requires_grad=weight.requires_grad)
                     by_layer.setdefault(number, {}).update(dict.fromkeys(found, double))
                     doubles.append(double)
                 by_weight.append((weight, tuple(doubles)))
@@ -51,7 +59,7 @@ class TiedWeights:
         """Before a step: the doubles follow what was done to the weights, and hold nothing."""
         for weight, doubles in self.by_weight:
             for double in doubles:
-                double.data, double.grad = weight.data, None
+                double.data, double.grad = weight.data.to(double.device), None
                 double.requires_grad_(weight.requires_grad)
 
     def add_gradients(self) -> None:
@@ -59,7 +67,7 @@ class TiedWeights:
         for weight, doubles in self.by_weight:
             found = [double.grad for double in doubles if double.grad is not None]
             if found:
-                total = reduce(torch.add, found)
+                total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
                 weight.grad = total if weight.grad is None else weight.grad + total
             for double in doubles:
                 double.grad = None

@@ -1,0 +1,41 @@
+"""What layers cost, from shapes alone: they run on the meta device, which computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+
+
+def forward_flops(layers: LayerSequence, inputs: Mapping[str, Any]) -> list[int] | None:
+    """Of each layer; None if a layer cannot run without data."""
+    values = {Value(INPUT, name): _meta(value) for name, value in inputs.items()}
+    counts = []
+    for number, layer in enumerate(layers.layers):
+        try:
+            result, flops = _run(layer, [values[value] for value in layers.sources[number]])
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            return None  # its shapes depend on data, or it has its own device in mind
+        results = result if len(layer.writes) > 1 else (result,)
+        values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
+        counts.append(flops)
+    return counts
+
+
+def _run(layer: Layer, given: list[Any]) -> tuple[Any, int]:
+    tensors = dict(layer.module.named_parameters()) | dict(layer.module.named_buffers())
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        result = functional_call(layer.module, _meta(tensors), tuple(given))
+    return result, counter.get_total_flops()
+
+
+def _meta(tree: Any) -> Any:
+    return pytree.tree_map(
+        lambda item: item.detach().to("meta") if isinstance(item, torch.Tensor) else item, tree
+    )

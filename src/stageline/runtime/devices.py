@@ -1,0 +1,42 @@
+"""Where ranks compute. On CPU there is nothing to do; CUDA's part is thin, and has not run on
+hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.errors import ModelError
+from stageline.runtime import trees
+
+Device = torch.device | str
+
+
+def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.device | None, ...]:
+    """One for each rank; None leaves layers and tensors where they are."""
+    if devices is None:
+        return (None,) * num_ranks
+    if len(devices) != num_ranks:
+        raise ModelError(
+            f"devices has {len(devices)} entries, but there are {num_ranks} ranks: give one each"
+        )
+    return tuple(torch.device(device) for device in devices)
+
+
+def moved(tree: Any, device: torch.device | None) -> Any:
+    """The same values on a device. Copies between GPUs wait for both sides' work, as torch does."""
+    if device is None:
+        return tree
+    return trees.map_leaves(
+        lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, tree
+    )
+
+
+def current(device: torch.device | None) -> AbstractContextManager[object]:
+    """What a rank's thread is in while it works: new tensors and kernels go to its own GPU."""
+    is_cuda = device is not None and device.type == "cuda"
+    return torch.cuda.device(device) if is_cuda else nullcontext()

@@ -1,0 +1,77 @@
+"""An emulated accelerator: a layer that occupies its rank for given times and computes nothing.
+
+The times pass in sleep, with the interpreter's lock released, so that eight ranks on two cores
+overlap as eight devices would. What a pipeline takes beyond its simulated time is then its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+from time import perf_counter, sleep
+
+import torch
+from torch import Tensor, nn
+
+
+class Occupy(nn.Module):
+    """Passes its input on, `forward` seconds after it was called; its backward takes times as well.
+
+    The gradient of its one weight, 1.0, takes `weight_grad` seconds whenever it is computed: in B
+    together with the gradient of the input, in a backward in halves during W. The times are from
+    the call to the return, so the few operators in between are part of them.
+
+    >>> Occupy(forward=0.001, input_grad=0.001, weight_grad=0.001)(torch.ones(2, 1)).shape
+    torch.Size([2, 1])
+    """
+
+    draws = False  # no random numbers, so that nobody need watch
+
+    def __init__(self, forward: float, input_grad: float, weight_grad: float) -> None:
+        super().__init__()
+        self.seconds = forward, input_grad, weight_grad
+        self.until: float | None = None  # when the part of a backward ends that is under way
+        self.weight = nn.Parameter(torch.ones(1, 1))
+        self.weight.register_hook(self._weight_done)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = perf_counter() + self.seconds[0]
+        y = x @ self.weight
+        if y.requires_grad:
+            y.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        if x.requires_grad:
+            x.register_hook(self._input_done)  # type: ignore[no-untyped-call]
+        sleep_until(end)
+        return y
+
+    def _backward_begins(self, _: Tensor) -> None:
+        self.until = perf_counter()
+
+    def _weight_done(self, _: Tensor) -> None:
+        begun = self.until if self.until is not None else perf_counter()
+        sleep_until(begun + self.seconds[2])
+        if self.until is not None:
+            self.until = begun + self.seconds[2]
+
+    def _input_done(self, _: Tensor) -> None:
+        assert self.until is not None  # the gradient of the output came before
+        sleep_until(self.until + self.seconds[1])
+        self.until = None
+
+
+def sleep_until(end: float) -> None:
+    """Until this `perf_counter`, in the median, on a machine with nothing else to do."""
+    seconds = end - perf_counter()
+    if seconds > 0:
+        sleep(max(0.0, seconds - lateness(round(seconds, 3))))
+
+
+@cache
+def lateness(seconds: float) -> float:
+    """How much later than asked a sleep ends here: 0.1 ms on Linux, half of it timer slack."""
+    late = []
+    for _ in range(9):
+        start = perf_counter()
+        sleep(seconds)
+        late.append(perf_counter() - start - seconds)
+    return median(late)
