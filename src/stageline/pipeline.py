@@ -15,14 +15,13 @@ from stageline.errors import BatchError, ModelError, ScheduleError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.report.timeline import Timeline
-from stageline.runtime import engine, microbatches, trees
+from stageline.runtime import engine, measured, microbatches, trees
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Purpose, Step, gathered
-from stageline.runtime.measured import measured
 from stageline.runtime.offload import host_memory
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
 from stageline.runtime.stage import Stage, Target
@@ -196,7 +195,7 @@ class Pipeline:
         timeline = Timeline(((),) * self.schedule.num_ranks, self.schedule.placement)
         self.last_step = None
         yield timeline
-        measured(timeline, self.last_step, self.schedule)
+        measured.fill(timeline, self.last_step, self.schedule)
 
     def close(self) -> None:
         """End the threads; a pipeline that is garbage collected ends them as well."""

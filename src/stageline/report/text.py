@@ -25,6 +25,7 @@ from stageline.report.cells import (
     num_cells,
     rough_quantum,
 )
+from stageline.report.idle import table
 from stageline.report.summary import heading, measures, number
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import WHOLE_BATCH, Action
@@ -109,7 +110,8 @@ def cell_notes(timeline: Timeline, quantum: float) -> list[str]:
 
 
 def measure_lines(timeline: Timeline, width: int | None) -> list[str]:
-    return _fold([heading(timeline), *measures(timeline)], width)
+    idle = table(timeline.idle, timeline.makespan) if timeline.idle else ()
+    return [*_fold([heading(timeline), *measures(timeline)], width), *idle]
 
 
 def full_name(action: Action) -> str:

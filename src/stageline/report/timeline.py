@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from stageline.costs import Costs
+from stageline.report.idle import Idle
 from stageline.report.memory import memory_curves
 from stageline.report.spans import Level, Spans, Transfer
 from stageline.report.transfers import transfers
@@ -27,6 +28,7 @@ class Timeline:
     edges: tuple[Edge, ...] | None = None  # None: each stage reads what the one before it wrote
     sent: tuple[Transfer, ...] | None = None  # None: messages did not wait for each other
     name: str = field(default="", compare=False)
+    idle: tuple[Idle, ...] = ()  # by rank, if it was measured
 
     @property
     def num_ranks(self) -> int:

@@ -97,9 +97,7 @@ def compare(
     plain_losses: Mapping[int, Tensor],
     cut: Cut,
 ) -> None:
-    """Raise for the first loss, gradient or buffer that is not the same to the bit."""
-    for microbatch, loss in plain_losses.items():
-        _compare(f"the loss of micro-batch {microbatch}", losses[microbatch], loss, len(cut) - 1)
+    """Raise for the first gradient, buffer or loss that is not the same to the bit."""
     stages = [stage for stage, numbers in enumerate(cut) for _ in numbers]
     for layer, other, stage in zip(layers, plain, stages, strict=True):
         wanted = {name: p.grad for name, p in other.module.named_parameters()}
@@ -108,6 +106,8 @@ def compare(
         found |= dict(layer.module.named_buffers())
         for name, tensor in found.items():
             _compare(f"{layer.name}.{name}", tensor, wanted[name], stage)
+    for microbatch, loss in plain_losses.items():
+        _compare(f"the loss of micro-batch {microbatch}", losses[microbatch], loss, len(cut) - 1)
 
 
 def _compare(name: str, found: Tensor | None, wanted: Tensor | None, stage: int) -> None:
