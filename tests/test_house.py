@@ -15,8 +15,8 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *("errors", "arguments", "units", "costs", "schedules", "report", "simulation"),
-    *("model", "runtime", "pipeline", "zoo", "demo", "cli"),
+    *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
+    *("model", "runtime", "pipeline", "verification", "zoo", "demo", "cli"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

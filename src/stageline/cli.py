@@ -146,6 +146,39 @@ def simulate_schedules(
     _save(save or [], built, timeline)
 
 
+@app.command(epilog=FAMILY_LIST)
+def verify(
+    model: Annotated[str, typer.Argument(help="module:function, as in [b]my_model:build[/b].")],
+    schedules: Annotated[list[str] | None, typer.Argument(help="Names; all, if none.")] = None,
+    ranks: Ranks = 2,
+    microbatches: Microbatches = 4,
+    recompute: Annotated[str, typer.Option(help="never, always or except_last.")] = "never",
+    backend: Annotated[str, typer.Option(help="threads or serial.")] = "threads",
+) -> None:
+    """Hold pipelines of your model to a plain loop: every gradient, buffer and loss, to the bit.
+
+    [dim]stageline verify my_model:build 1f1b zbv -p 4 -m 8[/dim]
+
+    The function takes nothing and returns model, loss_fn, inputs and target: a model for
+    sl.Pipeline, and one mini-batch of its data.
+    """
+    from stageline.reference import call  # noqa: PLC0415
+    from stageline.verification import Case, verify_each  # noqa: PLC0415  imports torch
+
+    case = Case.of(call(model))
+    given = {"num_ranks": ranks, "num_microbatches": microbatches}
+    words = {True: "equal to the bit", False: "[red]differs[/red]", None: "[dim]not possible[/dim]"}
+    found = []
+    for outcome in verify_each(
+        case, schedules or list(FAMILIES), **given, recompute=recompute, backend=backend
+    ):
+        reason = f"  [dim]{escape(outcome.reason)}[/dim]" if outcome.reason else ""
+        _print(f"{outcome.schedule:<18} {words[outcome.is_equal]}{reason}")
+        found.append(outcome.is_equal)
+    if False in found or not any(found):
+        raise typer.Exit(1)
+
+
 @app.command()
 def demo(folder: Annotated[Path, typer.Argument(help="Where pictures go.")] = Path("demo")) -> None:
     """Draw 1F1B, compare all schedules for one model, and save pictures of ZB-V.

@@ -1,0 +1,82 @@
+"""`stageline verify`: a user's model held to a plain loop from the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stageline.cli import app
+from stageline.errors import ModelError
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(4)])
+    return model, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4)
+
+class Moody(nn.Linear):
+    calls = 0  # for all copies together, so a plain loop and a pipeline cannot agree
+
+    def forward(self, x):
+        Moody.calls += 1
+        return super().forward(x) * Moody.calls
+
+def moody():
+    return nn.Sequential(Moody(4, 4), nn.ReLU()), *build()[1:]
+
+def too_little():
+    return build()[:2]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "users_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("users_model", None)
+
+
+def test_every_schedule_is_held_to_a_plain_loop() -> None:
+    result = CliRunner().invoke(app, ["verify", "users_model:build", "--backend", "serial"])
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    assert len(lines) == 14
+    assert all(line.endswith("equal to the bit") for line in lines)
+
+
+def test_a_difference_is_named_and_the_exit_code_says_so() -> None:
+    result = CliRunner().invoke(app, ["verify", "users_model:moody", "1f1b", "-m", "2"])
+    assert result.exit_code == 1
+    assert "differs" in result.output
+    assert "0.weight (stage 0)" in result.output
+
+
+def test_a_schedule_that_cannot_be_built_gives_its_reason() -> None:
+    call = ["verify", "users_model:build", "1f1b", "dualpipe_v", "-p", "2", "-m", "3"]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0
+    assert "not possible  num_microbatches is 3, but 'dualpipe_v'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("users_model", "the model is 'users_model', but has to be module:function"),
+        ("no_such_module:build", "there is no module 'no_such_module'"),
+        ("users_model:nothing", "module 'users_model' has no function 'nothing'"),
+        ("users_model:too_little", "the function returned 2 things, but has to return a tuple of"),
+    ],
+)
+def test_what_cannot_be_verified_is_told(reference: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["verify", reference])
+    assert isinstance(result.exception, ModelError)
+    assert message in str(result.exception)
