@@ -46,8 +46,8 @@ def test_a_loss_outside_gives_the_gradients_of_a_step(
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad), name
-    for a, b in zip(outside.buffers(), inside.buffers(), strict=True):
-        assert torch.equal(a, b)
+    for found, wanted in zip(outside.buffers(), inside.buffers(), strict=True):
+        assert torch.equal(found, wanted)
     pipe.close()
     other.close()
 
@@ -75,7 +75,7 @@ def test_a_step_takes_gradients_into_what_made_the_inputs_as_well() -> None:
     before = nn.Linear(4, 4)
     inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 3)
-    mse_loss(inner(before(x)), y).backward()
+    mse_loss(inner(before(x)), y).backward()  # type: ignore[no-untyped-call]
     wanted = [p.grad for p in [x, *before.parameters()]]
     x.grad = None
     before.zero_grad()

@@ -1,0 +1,335 @@
+"""Options of a pipeline that change how it computes, and what they may change of the result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from stageline.errors import ModelError, StageError
+from stageline.model.layers import Layer, LayerSequence
+from stageline.model.split import cut
+from stageline.pipeline import Pipeline
+from stageline.schedules.build import schedule_names
+
+SPLIT = ["zb_h1", "zbv"]  # schedules with I and W
+
+
+def chain(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(2)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(width, 3))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def trained(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
+    """Gradients after two steps without `zero_grad`."""
+    pipe = Pipeline(model, mse_loss, num_microbatches=4, **options)
+    pipe.step(*batch)
+    pipe.step(*batch)
+    pipe.close()
+    return gradients(model)
+
+
+def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    assert len(found) == len(wanted) > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_fused_accumulation_has_the_same_bits_for_any_schedule(schedule: str) -> None:
+    batch = torch.randn(2048, 6), torch.randn(2048, 3)
+    wanted = trained(chain(), batch, num_ranks=1, schedule="gpipe", accumulate="fused")
+    found = trained(chain(), batch, num_ranks=2, schedule=schedule, accumulate="fused")
+    assert_equal(found, wanted)
+    exact = trained(chain(), batch, num_ranks=1, schedule="gpipe")
+    assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(found, exact, strict=True))
+
+
+def test_fused_accumulation_is_held_to_a_plain_loop_that_fuses() -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, accumulate="fused")
+    pipe.verify(torch.randn(64, 6), torch.randn(64, 3))
+    pipe.close()
+
+
+class Half(nn.Module):
+    """Calls a linear in ways of its own: bias by name, three dimensions, no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x[:, None], self.a.weight, bias=self.a.bias)
+        return nn.functional.linear(y.tanh(), self.b.weight)[:, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *SPLIT])
+def test_fused_accumulation_loses_no_weight(schedule: str) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Half(), nn.Linear(6, 6), Half(), nn.Linear(6, 3))
+
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    wanted = trained(make(), batch, num_ranks=2, schedule=schedule)
+    found = trained(make(), batch, num_ranks=2, schedule=schedule, accumulate="fused")
+    assert len(found) == len(wanted)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(torch.tanh(self.linear(x)))
+        return out
+
+
+def blocks(change: Callable[[nn.Module], Any]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(change(Block()) for _ in range(4)))
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="aot_eager")
+    return module
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *SPLIT])
+@pytest.mark.parametrize(
+    "change",
+    [lambda module: torch.compile(module, backend="aot_eager"), compiled_in_place],
+    ids=["torch.compile(module)", "module.compile()"],
+)
+def test_compiled_layers_train_to_the_same_bits(
+    change: Callable[[nn.Module], Any], schedule: str
+) -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    wanted = trained(blocks(lambda module: module), batch, num_ranks=2, schedule=schedule)
+    assert_equal(trained(blocks(change), batch, num_ranks=2, schedule=schedule), wanted)
+
+
+def test_a_compiled_stage_leaves_nothing_for_later() -> None:
+    model = blocks(lambda module: torch.compile(module, backend="eager"))
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, schedule="zb_h1")
+    assert all(stage.is_compiled for stage in pipe.executor.stages)
+    pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+    assert len(gradients(model)) == 8
+    pipe.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_autocast_and_a_scaler_train_to_the_same_bits(
+    schedule: str, recompute: str, backend: str
+) -> None:
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    plain, model = chain(), chain()
+    states = []
+    for which in (plain, model):
+        optimizer = torch.optim.SGD(which.parameters(), 0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+        def scaled(output: Tensor, target: Tensor, scaler: Any = scaler) -> Tensor:
+            loss: Tensor = scaler.scale(mse_loss(output, target))
+            return loss
+
+        pipe = None
+        if which is model:
+            options: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
+            pipe = Pipeline(
+                model, scaled, num_ranks=2, num_microbatches=4, backend=backend, **options
+            )
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                if pipe:
+                    pipe.step(x, y)
+                else:
+                    for a, b in zip(torch.split(x, 2), torch.split(y, 2), strict=True):
+                        loss = scaled(plain(a), b)
+                        with torch.autocast("cpu", enabled=False):
+                            loss.backward(torch.tensor(0.25))  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            (pipe.clip_grad_norm_ if pipe else _clip(which))(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        states.append(list(which.parameters()))
+        if pipe:
+            pipe.close()
+    assert_equal(*states)
+
+
+def _clip(model: nn.Module) -> Callable[[float], Tensor]:
+    return lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_ranks() -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    norms, found = [], []
+    for num_ranks in (1, 2, 4):
+        model = chain()
+        pipe = Pipeline(model, mse_loss, num_ranks=num_ranks, num_microbatches=4)
+        pipe.step(*batch)
+        norms.append(pipe.clip_grad_norm_(1e-3))
+        found.append(gradients(model))
+        pipe.close()
+    assert torch.equal(norms[0], norms[1])
+    assert torch.equal(norms[0], norms[2])
+    total = torch.stack([gradient.norm() for gradient in found[0]]).norm()
+    assert torch.allclose(total, torch.tensor(1e-3), rtol=1e-3)
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+class FakeMemory:
+    """A host that notes what is moved, and when."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.far = 0  # tensors that are on the host now
+        self.is_needed = False  # a backward runs
+
+    def park(self, tensor: Tensor) -> Tensor:
+        self.events.append("park")
+        self.far += 1
+        return tensor.clone()
+
+    def fetch(self, parked: Tensor) -> Tensor:
+        self.events.append("fetch too late" if self.is_needed else "fetch")
+        self.far -= 1
+        return parked.clone()
+
+    def take(self, fetched: Tensor) -> Tensor:
+        self.events.append("take")
+        return fetched
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
+def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward(
+    schedule: str,
+) -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    wanted = trained(chain(), batch, num_ranks=2, schedule=schedule)
+    model, memory = chain(), FakeMemory()
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4, schedule=schedule)
+    first = pipe.executor.stages[0]
+    first.host_memory = memory
+    whole = first.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        memory.is_needed = True
+        back = whole(*args, **kwargs)
+        memory.is_needed = False
+        return back
+
+    first.backward = backward  # type: ignore[method-assign]
+    pipe.step(*batch)
+    pipe.step(*batch)
+    assert_equal(gradients(model), wanted)
+    assert memory.far == 0
+    assert memory.events.count("park") == memory.events.count("fetch") > 0
+    assert "fetch too late" not in memory.events
+    pipe.close()
+
+
+def test_what_is_needed_at_once_is_not_moved() -> None:
+    memory = FakeMemory()
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
+    pipe.executor.stages[-1].host_memory = memory  # its backward follows each forward
+    pipe.step(torch.randn(8, 6), torch.randn(8, 3))
+    assert memory.events == []
+    pipe.close()
+
+
+def test_offload_and_devices_on_a_cpu_change_nothing() -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    wanted = trained(chain(), batch, num_ranks=2)
+    found = trained(chain(), batch, num_ranks=2, offload=True, devices=["cpu", "cpu"])
+    assert_equal(found, wanted)
+
+
+def test_each_rank_needs_a_device() -> None:
+    with pytest.raises(ModelError, match="devices has 1 entries, but there are 2 ranks"):
+        Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, devices=["cpu"])
+
+
+def test_layers_are_balanced_by_what_they_compute() -> None:
+    wide = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),  # few weights, much work
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 4096),  # many weights, little work
+        nn.Linear(4096, 4),
+    )
+    layers = LayerSequence.of(wide)
+    by_parameters = cut(layers, 2)
+    by_flops = cut(layers, 2, sample={"x": torch.zeros(2, 3, 64, 64)})
+    assert len(by_parameters[0]) == 5
+    assert len(by_flops[0]) == 1
+    before = copy.deepcopy(wide.state_dict())
+    pipe = Pipeline(
+        wide, mse_loss, num_ranks=2, num_microbatches=2, sample=torch.zeros(2, 3, 64, 64)
+    )
+    assert pipe.cut == by_flops
+    assert all(torch.equal(before[name], tensor) for name, tensor in wide.state_dict().items())
+    pipe.close()
+
+
+class ByData(nn.Module):
+    """Has a shape that depends on data, which the meta device does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if int((x > 0).sum()) > 3 else 2 * x
+
+
+def test_a_layer_that_needs_data_is_balanced_by_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ByData(), nn.Linear(4, 4))
+    layers = LayerSequence.of(model)
+    assert cut(layers, 2, sample={"x": torch.zeros(2, 4)}) == cut(layers, 2)
+
+
+class Switching(nn.Module):
+    """Works in place only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_in_place = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if self.is_in_place else x * 2
+
+
+def test_a_layer_that_begins_to_work_in_place_is_told_and_then_given_copies() -> None:
+    switching = Switching()
+    late = Layer("late", switching, reads=("tokens",))
+    model: list[Layer | nn.Module] = [nn.Linear(4, 4), late, nn.Linear(4, 3)]
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=2)
+    x, tokens, y = torch.randn(4, 4), torch.ones(4, 4), torch.randn(4, 3)
+    pipe.step(x, y, tokens=tokens)
+    switching.is_in_place = True
+    with pytest.raises(StageError, match="layer 'late' changed what it was given in place"):
+        pipe.step(x, y, tokens=tokens)
+    tokens = torch.ones(4, 4)
+    pipe.step(x, y, tokens=tokens)
+    assert torch.equal(tokens, torch.ones(4, 4))
+    pipe.close()
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
+    pipe.close()
+    with pytest.raises(ModelError, match="the pipeline is closed"):
+        pipe.step(torch.randn(4, 6), torch.randn(4, 3))
