@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -374,4 +376,35 @@ def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> N
     pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=2)
     with pytest.raises(StageError, match="a Wrapped passes between stages, but tensors in it"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 3))
+    pipe.close()
+
+
+class Interrupting(nn.Module):
+    """Stands for Ctrl-C while this layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_armed:
+            self.is_armed = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_an_interrupt_reaches_the_caller_once_and_the_next_step_works(backend: str) -> None:
+    interrupting = Interrupting()
+    model = nn.Sequential(nn.Linear(4, 4), interrupting, nn.Linear(4, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=8, backend=backend)
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    pipe.step(x, y)
+    wanted = [gradient.clone() for gradient in gradients(model)]
+    interrupting.is_armed = True
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(x, y)
+    model.zero_grad()
+    pipe.step(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), wanted, strict=True))
     pipe.close()

@@ -41,15 +41,20 @@ class Mailbox:
 
 
 class PostOffice:
-    """The mailboxes of all ranks, for the messages of one step."""
+    """The mailboxes of all ranks, for the messages of one step. State: whether it is over."""
 
     def __init__(self, placement: Placement, num_ranks: int) -> None:
         self.placement = placement
         self.mailboxes = [Mailbox() for _ in range(num_ranks)]
+        self.is_closed = False
 
     def send(self, action: Action, message: Message) -> None:
+        """Raises `Stopped` once it is closed: a rank that only sends must stop as well."""
+        if self.is_closed:
+            raise Stopped
         self.mailboxes[self.placement[action.peer]].put(action, message)
 
     def close(self) -> None:
+        self.is_closed = True
         for mailbox in self.mailboxes:
             mailbox.close()
