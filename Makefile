@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench parity clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
@@ -19,6 +19,11 @@ test: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/zero_bubble_rates.py
 	$(BIN)/python benchmarks/speed.py
+
+# Every model, schedule, backend, number of ranks and recomputation against a plain loop: a quarter
+# of an hour.
+parity: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/parity.py
 
 clean:
 	rm -rf $(VENV) demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from stageline.errors import ScheduleError, StagelineError
+from stageline.errors import ModelError, ScheduleError, StagelineError
 
 
 def check_size(name: str, size: object) -> None:
@@ -30,6 +30,11 @@ def check_type(
         kinds = types if isinstance(types, tuple) else (types,)
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise error(f"{name} is {_short(value)}, but has to be a {wanted}: {hint}")
+
+
+def check_function(name: str, function: object) -> None:
+    if not callable(function):
+        raise ModelError(f"{name} is {_short(function)}, but has to be a function")
 
 
 def _short(value: object) -> str:

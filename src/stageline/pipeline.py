@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from stageline.arguments import check_size
+from stageline.arguments import check_function, check_size
 from stageline.errors import BatchError, ModelError, ScheduleError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
@@ -21,9 +23,11 @@ from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads
-from stageline.runtime.executor import Executor, Purpose, Step, gathered
+from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
 from stageline.runtime.offload import host_memory
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
+from stageline.runtime.peers import Alone, Peers
+from stageline.runtime.processes import join
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
 from stageline.schedules.action import Action, Kind
@@ -35,7 +39,7 @@ from stageline.schedules.schedule import Schedule
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
 ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
-BACKENDS = ("threads", "serial")
+BACKENDS = ("threads", "serial", "processes")
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -43,8 +47,13 @@ LossFunction = Callable[[Any, Any], Tensor]
 class StepResult:
     """What a step gives back, beside the gradients in the parameters."""
 
-    losses: tuple[Tensor, ...]  # by micro-batch
-    weights: tuple[float, ...]
+    fetch_losses: Callable[[], list[Tensor]] = field(repr=False)
+    weights: tuple[float, ...]  # by micro-batch, what its loss counts for
+
+    @cached_property
+    def losses(self) -> list[Tensor]:
+        """By micro-batch; with several processes they are waited for here, and not before."""
+        return self.fetch_losses()
 
     @property
     def loss(self) -> Tensor:
@@ -88,7 +97,8 @@ class Pipeline:
         accumulate: str = "exact",
         batch_norm: str = "minibatch",
         devices: Sequence[Device] | None = None,
-        backend: str = "threads",
+        backend: str | None = None,
+        timeout: float = 60.0,
         count_fn: Callable[[Any], float | Tensor] | None = None,
         seed: int = 0,
     ) -> None:
@@ -96,8 +106,12 @@ class Pipeline:
         check_size("num_microbatches", num_microbatches)
         _check_choice("batch_norm", batch_norm, BATCH_NORM)
         _check_choice("accumulate", accumulate, ACCUMULATE)
+        backend = backend or ("processes" if distributed.is_initialized() else "threads")
         _check_choice("backend", backend, BACKENDS)
+        check_function("loss_fn", loss_fn)
+        check_function("count_fn", count_fn or loss_fn)
         self.layers, self.loss_fn, self.count_fn = LayerSequence.of(model), loss_fn, count_fn
+        self.model = model if isinstance(model, nn.Module) else self.layers.modules
         self.batch_norm, self.accumulate = batch_norm, accumulate
         self.seed, self.num_steps = seed, 0
         self.schedule = _schedule(schedule, num_ranks, num_microbatches)
@@ -122,8 +136,9 @@ class Pipeline:
         ]
         modes = _recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
-        self.last_step: Step | None = None  # for its times, if a trace is wanted
-        self.driver: Driver = Serial() if backend == "serial" else Threads(self.devices)
+        self._last: Trace | None = None  # the times of the last step, if a trace is wanted
+        self.homes = [rank for rank, part in self._placed() for _ in part]
+        self.driver, self.peers = self._take_part(backend, timeout)
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there.
@@ -134,7 +149,7 @@ class Pipeline:
         self._run(step)
         self.num_steps += 1
         self._pass_back(step)
-        losses = tuple(step.losses[i] for i in range(len(step.targets)))
+        losses = self.peers.losses(step)
         return StepResult(losses, tuple(target.weight for target in step.targets))
 
     def __call__(self, inputs: Any, **named: Any) -> Any:
@@ -149,7 +164,8 @@ class Pipeline:
         step.purpose = Purpose.FILL if is_trained else Purpose.EVALUATE
         self._run(step)
         self.num_steps += is_trained
-        outputs = [step.outputs[i] for i in range(len(step.inputs))]
+        made = [step.outputs[i] for i in range(len(step.inputs))] if step.outputs else None
+        outputs = self.peers.output(made)
         joined = microbatches.join(outputs)
         return self._connected(step, outputs, joined) if is_trained else joined
 
@@ -160,25 +176,31 @@ class Pipeline:
         copy of it and of its gradients must fit in memory.
         """
         inputs, target, named = detached((inputs, target, named))
+        self.peers.share_state(self.layers.modules, self.homes)
         plain = self.layers.copy()
         expected = self._training_step(*detached((inputs, target, named)))
         plain_step(plain, expected, self.batch_norm, self.accumulate)
         with left_as_it_was(self.layers):
             step = self._training_step(inputs, target, named)
             self._run(step)
-            compare(self.layers, plain, step.losses, expected.losses, self.cut)
+            cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
+            compare(self.layers, plain, step.losses, expected.losses, cut)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Each once, in the order of the layers."""
-        return self.layers.modules.parameters()
+        """Each once, in the order of the layers; with several processes, those of this one."""
+        pairs = zip(self.layers, self.homes, strict=True)
+        here = nn.ModuleList(layer.module for layer, home in pairs if self.peers.has(home))
+        return here.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers under the names that they have in the model."""
-        return self.layers.state_dict()
+        """Parameters and buffers under their names in the model; those of this process."""
+        pairs = zip(self.layers, self.homes, strict=True)
+        here = LayerSequence(tuple(layer for layer, home in pairs if self.peers.has(home)))
+        return here.state_dict()
 
     def train(self, mode: bool = True) -> Self:
         """Switch all layers to training, or to evaluation."""
-        self.layers.modules.train(mode)
+        self.model.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -187,19 +209,48 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients down to a global norm; gives back the norm that they had."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+        everywhere = {p: number for number, p in enumerate(self.layers.modules.parameters())}
+        own = {everywhere[p]: p.grad.norm() for p in self._counted() if p.grad is not None}
+        norms = self.peers.norms(own, len(everywhere))
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
         """The measured timeline of the last step in the block, in ms; empty until it ends."""
         timeline = Timeline(((),) * self.schedule.num_ranks, self.schedule.placement)
-        self.last_step = None
+        self._last = None
         yield timeline
-        measured.fill(timeline, self.last_step, self.schedule)
+        self._measure(timeline, self._last)
+
+    def _measure(self, timeline: Timeline, trace: Trace | None) -> None:
+        if trace is not None:
+            trace = trace._replace(moments=self.peers.moments(trace.moments))
+            measured.fill(timeline, trace, self.schedule)
 
     def close(self) -> None:
         """End the threads; a pipeline that is garbage collected ends them as well."""
         self.driver.close()
+
+    def _placed(self) -> list[tuple[int, range]]:
+        """For each stage its rank and layers."""
+        return list(zip(self.schedule.placement, self.cut, strict=True))
+
+    def _counted(self) -> list[nn.Parameter]:
+        """The parameters of this process, but for those that an earlier layer has elsewhere."""
+        homes: dict[nn.Parameter, int] = {}
+        for layer, home in zip(self.layers, self.homes, strict=True):
+            for parameter in layer.module.parameters():
+                homes.setdefault(parameter, home)
+        return [parameter for parameter in self.parameters() if self.peers.has(homes[parameter])]
+
+    def _take_part(self, backend: str, timeout: float) -> tuple[Driver, Peers]:
+        if backend == "serial":
+            return Serial(), Alone()
+        if backend == "threads":
+            return Threads(self.devices), Alone()
+        return join(self.schedule.placement, self.devices, timeout)
 
     def _settle(self, places: list[torch.device | None]) -> TiedWeights:
         """Layers move to the devices of their stages."""
@@ -228,13 +279,15 @@ class Pipeline:
         self.tied.refresh()
         try:
             self.driver.run(self.executor, step)
-            self.tied.add_gradients()
+            if step.purpose in (Purpose.TRAIN, Purpose.DRAIN):
+                self.peers.share_tied(self.tied, self.homes)
+                self.tied.add_gradients()
             for each in statistics:
                 each.update()
         finally:
             for each in statistics:
                 each.seen.clear()
-        self.last_step = step
+        self._last = Trace(step.moments, step.purpose, len(step.inputs))
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""
@@ -298,8 +351,8 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         (tensor, gradient)
         for microbatch, part in enumerate(step.inputs)
         for name, tree in part.items()
-        for tensor, gradient in zip(
-            trees.tensors(tree), found[microbatch, Value(INPUT, name)], strict=True
+        for tensor, gradient in zip_longest(
+            trees.tensors(tree), found.get((microbatch, Value(INPUT, name)), ())
         )
         if tensor.requires_grad
     ]
@@ -341,13 +394,17 @@ def _check_ascending(schedule: Schedule) -> None:
 
 
 def _recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    modes = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
+    modes = (recompute,) * num_stages if isinstance(recompute, str) else _tuple(recompute)
     if len(modes) != num_stages or not set(modes) <= set(RECOMPUTE):
         raise ModelError(
             f"recompute is {recompute!r}, but {num_stages} stages take one of "
             f"{', '.join(map(repr, RECOMPUTE))}, or one for each stage"
         )
     return modes
+
+
+def _tuple(values: object) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, Iterable) else (values,)
 
 
 def _edges(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:

@@ -69,6 +69,8 @@ class LayerSequence:
                 f"the model is a {type(model).__name__}, but a pipeline needs to know its layers: "
                 "give an nn.Sequential, or a list of sl.Layer"
             )
+        if not isinstance(model, Iterable):
+            raise ModelError(f"the model is {model!r}, but has to be an nn.Sequential or a list")
         return LayerSequence(tuple(_named(model)))
 
     def __post_init__(self) -> None:
@@ -141,5 +143,7 @@ def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:
     for number, layer in enumerate(layers):
         if isinstance(layer, Layer):
             yield layer
+        elif not isinstance(layer, nn.Module):
+            raise ModelError(f"layer {number} is {layer!r}, but has to be a module or a sl.Layer")
         else:
             yield from _flattened(str(number), layer)

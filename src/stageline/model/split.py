@@ -34,10 +34,12 @@ def cut(
     return tuple(range(first, last) for first, last in pairwise(accumulate(balance, initial=0)))
 
 
-def _check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> None:
-    if len(balance) != num_stages or min(balance) < 1 or sum(balance) != num_layers:
+def _check_balance(balance: object, num_layers: int, num_stages: int) -> None:
+    sizes = list(balance) if isinstance(balance, Sequence) else []
+    are_sizes = all(type(size) is int and size > 0 for size in sizes)
+    if not are_sizes or (len(sizes), sum(sizes)) != (num_stages, num_layers):
         raise ModelError(
-            f"balance is {list(balance)}, but {num_layers} layers on {num_stages} stages need "
+            f"balance is {balance!r}, but {num_layers} layers on {num_stages} stages need "
             f"{num_stages} numbers from 1 up whose sum is {num_layers}"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from stageline.report import palette
@@ -29,19 +29,30 @@ text{font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;fill:#222}
 
 def svg(timeline: Timeline, min_font: float = LEGIBLE) -> str:
     """The picture; micro-batches are numbered unless that takes a font below `min_font`."""
-    frame = frame_of(timeline, min_font)
-    size = f'width="{px(frame.width)}" height="{px(frame.height)}"'
-    view = f'viewBox="0 0 {px(frame.width)} {px(frame.height)}"'
+    return stacked([timeline], min_font)
+
+
+def stacked(timelines: Sequence[Timeline], min_font: float = LEGIBLE) -> str:
+    """Timelines of one schedule in one picture, one over the other, on one scale of time."""
+    longest = max(timelines, key=lambda timeline: timeline.makespan)
+    frame = frame_of(longest, min_font)
+    width, height = px(frame.width), px(len(timelines) * frame.height)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="stageline" {size} {view} role="img">',
-        f"<style>{STYLE}{_shades(timeline)}{_sizes(frame)}</style>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="stageline" {size} role="img">',
+        f"<style>{STYLE}{_shades(longest)}{_sizes(frame)}</style>",
         '<rect width="100%" height="100%" fill="#FFF"/>',
-        *_header(timeline, frame),
-        *_axis(timeline, frame),
-        *_lanes(timeline, frame),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    for place, timeline in enumerate(timelines):
+        shift = f"0 {px(place * frame.height)}" if place else ""
+        lines += _group("timeline", shift, _picture(timeline, frame, longest.makespan))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _picture(timeline: Timeline, frame: Frame, end: float) -> Iterator[str]:
+    yield from _header(timeline, frame)
+    yield from _axis(end, frame)
+    yield from _lanes(timeline, frame)
 
 
 def xml(text: str) -> str:
@@ -100,8 +111,8 @@ def _legend_entries(timeline: Timeline) -> Iterator[tuple[list[str], str]]:
         yield ["held"], "memory held"
 
 
-def _axis(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    bottom, times = frame.height - BOTTOM, ticks(timeline.makespan)
+def _axis(end: float, frame: Frame) -> Iterator[str]:
+    bottom, times = frame.height - BOTTOM, ticks(end)
     lines = "".join(f"M{px(LEFT + frame.x(time))} {px(TOP)}V{px(bottom + 4)}" for time in times)
     yield f'<path class="grid" d="{lines}"/>'
     for time in times:
@@ -115,10 +126,11 @@ def _lanes(timeline: Timeline, frame: Frame) -> Iterator[str]:
     chunk_of, paint = palette.chunks(timeline.placement), palette.painter(timeline)
     draw = rectangles if sum(map(len, timeline.spans)) <= MAX_TOOLTIPS else outlines
     middle, baseline = px(frame.lane / 2), px(frame.lane / 2 + 0.35 * frame.font)
+    width = px(frame.x(timeline.makespan) or frame.lanes_width)
     for rank, row in enumerate(timeline.spans):
         yield f'<g class="lane" transform="translate({px(LEFT)} {px(TOP + rank * frame.pitch)})">'
         yield f'<text class="rank" x="-10" y="{middle}" dy=".35em">rank {rank}</text>'
-        yield f'<rect class="idle" width="{px(frame.lanes_width)}" height="{px(frame.lane)}"/>'
+        yield f'<rect class="idle" width="{width}" height="{px(frame.lane)}"/>'
         yield from _group("actions", "", draw(row, chunk_of, frame))
         yield from _group("labels", f"0 {baseline}", labels(row, frame, paint))
         if frame.memory and timeline.memory[rank]:

@@ -29,15 +29,20 @@ NUM_FOOTER_LINES = 4
 Row = Sequence[Action | None]
 
 
-def coloured(timeline: Timeline, width: int, height: int | None = None) -> Text:
-    """The grid within `width` columns and, if given, `height` lines: the middle ranks may go."""
+def coloured(
+    timeline: Timeline, width: int, height: int | None = None, end: float | None = None
+) -> Text:
+    """The grid within `width` columns and, if given, `height` lines: the middle ranks may go.
+
+    With `end`, the time at the right edge, several timelines have one scale.
+    """
     paint = palette.painter(timeline)
-    layout = labelled_layout(timeline, width, [microbatch_name])
+    layout = None if end else labelled_layout(timeline, width, [microbatch_name])
     if layout:
         rows = [_labels(row, layout, paint) for row in shown_actions(timeline, layout)]
         notes = cell_notes(timeline, layout.quantum)
     else:
-        layout = compact_layout(timeline, width, CELLS_PER_COLUMN)
+        layout = compact_layout(timeline, width, CELLS_PER_COLUMN, end)
         rows = [_half_blocks(row, paint) for row in shown_actions(timeline, layout)]
         notes = [f"a column is {number(CELLS_PER_COLUMN * layout.quantum)}"]
     grid = [Text.assemble((row_name(timeline, i), DIM), row) for i, row in enumerate(rows)]

@@ -46,9 +46,13 @@ class Layout(NamedTuple):
         return self.name(action).ljust(self.label_width) if action else "." * self.label_width
 
 
-def plain(timeline: Timeline, width: int | None = None) -> str:
-    """The grid in letters, at most `width` columns wide; as wide as it takes if None."""
-    layout = labelled_layout(timeline, width) or compact_layout(timeline, width or 0)
+def plain(timeline: Timeline, width: int | None = None, end: float | None = None) -> str:
+    """The grid in letters, at most `width` columns wide; as wide as it takes if None.
+
+    With `end`, the time at the right edge, several timelines have one scale.
+    """
+    layout = None if end else labelled_layout(timeline, width)
+    layout = layout or compact_layout(timeline, width or 0, end=end)
     rows = (
         row_name(timeline, rank) + layout.gap.join(map(layout.label, actions))
         for rank, actions in enumerate(shown_actions(timeline, layout))
@@ -76,9 +80,13 @@ def labelled_layout(
     return None
 
 
-def compact_layout(timeline: Timeline, width: int, cells_per_column: int = 1) -> Layout:
+def compact_layout(
+    timeline: Timeline, width: int, cells_per_column: int = 1, end: float | None = None
+) -> Layout:
     """As many cells as there is room for; whole columns, if there is room for all of them."""
     room = max(width - len(row_name(timeline, 0)), 1) * cells_per_column
+    if end:
+        return Layout(end / room, _letter)
     quantum = exact_quantum(timeline) or 0.0
     cells_per_quantum = (
         min(room // num_cells(timeline, quantum), cells_per_column) if quantum else 0

@@ -20,11 +20,16 @@ def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.dev
     """One for each rank; None leaves layers and tensors where they are."""
     if devices is None:
         return (None,) * num_ranks
+    if isinstance(devices, str | torch.device):
+        raise ModelError(f"devices is {devices!r}, but has to be a list with one for each rank")
     if len(devices) != num_ranks:
         raise ModelError(
             f"devices has {len(devices)} entries, but there are {num_ranks} ranks: give one each"
         )
-    return tuple(torch.device(device) for device in devices)
+    try:
+        return tuple(torch.device(device) for device in devices)
+    except RuntimeError as error:
+        raise ModelError(f"devices is {list(devices)}, but torch does not know them all") from error
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

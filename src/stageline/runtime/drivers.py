@@ -29,13 +29,27 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
+class Desk:
+    """Where ranks that take turns leave messages for each other."""
+
+    def __init__(self) -> None:
+        self.messages: dict[Action, Message] = {}
+
+    def send(self, send: Action, message: Message) -> None:
+        self.messages[send] = message
+
+    def expect(self, receive: Action) -> None:
+        """Nothing to do: whoever needs it looks."""
+
+
 class Serial:
     """All ranks in the calling thread: each goes on until it needs what is not there yet."""
 
     def run(self, executor: Executor, step: Step) -> None:
-        messages: dict[Action, Message] = {}
+        desk = Desk()
+        messages = desk.messages
         num_ranks = len(executor.program.actions)
-        ranks = {r: executor.run(r, step, messages.__setitem__) for r in range(num_ranks)}
+        ranks = {r: executor.run(r, step, desk) for r in range(num_ranks)}
         needs: dict[int, Action | None] = dict.fromkeys(ranks)
         while needs:
             for rank, need in list(needs.items()):
@@ -83,7 +97,7 @@ class Threads:
             torch.set_num_threads(num_threads)
             try:
                 with current(self.devices[rank]):
-                    _run_blocking(executor.run(rank, step, post.send), post.mailboxes[rank])
+                    run_blocking(executor.run(rank, step, post), post.mailboxes[rank])
             except BaseException as error:
                 post.close()
                 failures.append(_failure(executor, step, rank, error))
@@ -97,15 +111,18 @@ class Threads:
             post.close()
             wait(futures)
             raise
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # an error holds this frame, and would hold itself
 
     def close(self) -> None:
         self.is_closed = True
         self.pool.shutdown()
 
 
-def _run_blocking(run: Rank, mailbox: Mailbox) -> None:
+def run_blocking(run: Rank, mailbox: Mailbox) -> None:
     """To the end, or to where another rank's failure leaves it."""
     try:
         need = next(run)
@@ -118,15 +135,19 @@ def _run_blocking(run: Rank, mailbox: Mailbox) -> None:
 
 
 def _failure(executor: Executor, step: Step, rank: int, error: BaseException) -> StageError:
-    action = step.now[rank]
-    layer = executor.stages[action.stage].at_work
     others = [(r, a) for r, a in sorted(step.now.items()) if r != rank]
     stopped = ", ".join(f"rank {r} at {a}" for r, a in others) or "none other"
-    return StageError(
+    return StageError(f"{failure_text(executor, step, rank, error)}\n  stopped: {stopped}")
+
+
+def failure_text(executor: Executor, step: Step, rank: int, error: BaseException) -> str:
+    """Which rank, layer, action and micro-batch, and what happened."""
+    action = step.now[rank]
+    layer = executor.stages[action.stage].at_work
+    return (
         f"rank {rank} failed in layer {layer!r} at {action} "
         f"({WORDS.get(action.kind, action.kind)}, micro-batch {action.microbatch})\n"
-        f"  {type(error).__name__}: {_text(error)}\n"
-        f"  stopped: {stopped}"
+        f"  {type(error).__name__}: {_text(error)}"
     )
 
 

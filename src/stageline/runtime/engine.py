@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+Roots = Sequence[GradientEdge]
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
@@ -25,9 +27,8 @@ def backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
 
 
-def backward_to(leaves: Sequence[Tensor], roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+def backward_to(leaves: Sequence[Tensor], roots: Roots, seeds: Sequence[Tensor]) -> None:
     """Add to the `.grad` of these leaves only."""
-    _check(roots, seeds)
     if _ENGINE is None:
         torch.autograd.backward(roots, seeds, inputs=leaves)
     else:
@@ -35,10 +36,9 @@ def backward_to(leaves: Sequence[Tensor], roots: Sequence[Tensor], seeds: Sequen
 
 
 def gradients(
-    leaves: Sequence[Tensor], roots: Sequence[Tensor], seeds: Sequence[Tensor]
+    leaves: Sequence[Tensor], roots: Roots, seeds: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Of these leaves; the graph stays, for another backward."""
-    _check(roots, seeds)
     if _ENGINE is None:
         return torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
     found: tuple[Tensor | None, ...] = _ENGINE.run_backward(

@@ -9,11 +9,11 @@ devices a millisecond of ours is a millisecond of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime.ambient import Ambient
@@ -23,7 +23,6 @@ from stageline.schedules.program import Program
 
 Contents = dict[Value, Any]  # values, or gradients of values
 Rank = Generator[Action, "Message", None]
-Send = Callable[[Action, "Message"], None]
 
 FORWARDS = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B})
@@ -51,6 +50,16 @@ class Message(NamedTuple):
 
     contents: Contents
     sent_at: float
+
+
+class Transport(Protocol):
+    """How messages travel; the executor knows nothing else about where ranks live."""
+
+    def send(self, send: Action, message: Message) -> None:
+        """Hand a message over, and go on."""
+
+    def expect(self, receive: Action) -> None:
+        """A message will be needed: it may come from now on."""
 
 
 class Moment(NamedTuple):
@@ -94,6 +103,14 @@ class Step:
     now: dict[int, Action] = field(default_factory=dict)  # by rank, for errors
 
 
+class Trace(NamedTuple):
+    """What is left of a step for a timeline."""
+
+    moments: dict[int, list[Moment]]
+    purpose: Purpose
+    num_microbatches: int
+
+
 class Executor:
     """Carries out a program on stages that stay. It has no state but theirs."""
 
@@ -105,8 +122,14 @@ class Executor:
         self.last = len(stages) - 1
         self.inputs = [_inputs(layers, stage.numbers) for stage in stages]
         self.tasks = _tasks(program, layers, stages)
+        self.parcels = {  # what each message holds
+            message: values
+            for row in self.tasks
+            for task in row
+            for message, _, values in task.gives
+        }
 
-    def run(self, rank: int, step: Step, send: Send) -> Rank:
+    def run(self, rank: int, step: Step, transport: Transport) -> Rank:
         kinds, num_microbatches = KINDS[step.purpose], len(step.inputs)
         inbox: dict[Action, Message] = {}  # messages between two stages of this rank
         outbox: dict[Action, Message] = {}  # made, and not yet sent
@@ -118,7 +141,9 @@ class Executor:
                 continue  # a batch of fewer samples than micro-batches leaves the last ones out
             step.now[rank] = action
             if kind is Kind.SEND_F or kind is Kind.SEND_B:
-                send(action, outbox.pop(action))
+                transport.send(action, outbox.pop(action))
+            elif kind is Kind.RECV_F or kind is Kind.RECV_B:
+                transport.expect(action)
             elif task.stage is not None:
                 if kind is not Kind.F and kind is not Kind.W:
                     self._recompute(task, step, moments)
@@ -135,6 +160,7 @@ class Executor:
                 for message, is_far, values in task.gives:
                     contents = {value: made[value] for value in values if value in made}
                     (outbox if is_far else inbox)[message] = Message(contents, end)
+                del received, made  # what they hold may be large, and the next action may be far
 
     def _recompute(self, task: Task, step: Step, moments: list[Moment]) -> None:
         """While the gradient may still be on its way."""

@@ -13,27 +13,42 @@ class Stopped(Exception):  # noqa: N818  no error of its own: another rank faile
     """Raised in a rank that waits for a message that will not come."""
 
 
+class Lost(Exception):  # noqa: N818  what it means is for others to say
+    """Raised in a rank whose connection to another broke."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
 class Mailbox:
     """What was sent to one rank and not yet taken. State: the queue, and what came out of turn.
 
     Each rank has its own, so that a message wakes the one thread that may wait for it.
     """
 
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Action, Message] | None] = SimpleQueue()
+    def __init__(self, limit: float | None = None) -> None:
+        self.limit = limit  # seconds that a message may take; None: it cannot be lost on the way
+        self.queue: SimpleQueue[tuple[Action, Message] | Lost | None] = SimpleQueue()
         self.early: dict[Action, Message] = {}
 
     def put(self, send: Action, message: Message) -> None:
         self.queue.put((send, message))
 
     def take(self, send: Action) -> Message:
-        """Wait for a message; raises `Stopped` once the mailbox is closed."""
+        """Wait for a message; raises `Stopped` once the mailbox is closed, `Lost`, or `Empty`."""
         while send not in self.early:
-            found = self.queue.get()
+            found = self.queue.get(timeout=self.limit)
             if found is None:
                 raise Stopped
+            if isinstance(found, Lost):
+                raise found
             self.early[found[0]] = found[1]
         return self.early.pop(send)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Wake the rank if it waits: from another one nothing more will come."""
+        self.queue.put(Lost(rank, reason))
 
     def close(self) -> None:
         """Wake the rank if it waits: nothing more will come."""
@@ -53,6 +68,9 @@ class PostOffice:
         if self.is_closed:
             raise Stopped
         self.mailboxes[self.placement[action.peer]].put(action, message)
+
+    def expect(self, receive: Action) -> None:
+        """A mailbox takes what comes."""
 
     def close(self) -> None:
         self.is_closed = True

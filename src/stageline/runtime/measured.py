@@ -10,7 +10,7 @@ from stageline.costs import Costs
 from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
-from stageline.runtime.executor import Moment, Purpose, Step
+from stageline.runtime.executor import Moment, Purpose, Trace
 from stageline.schedules.action import Kind
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -18,29 +18,27 @@ from stageline.simulation.simulate import simulate
 Rows = Sequence[Sequence[Moment]]  # by rank
 
 
-def fill(timeline: Timeline, step: Step | None, schedule: Schedule) -> None:
+def fill(timeline: Timeline, trace: Trace, schedule: Schedule) -> None:
     """Fill an empty timeline with what was measured, in milliseconds."""
-    if step is None:
-        return
-    rows = [_in_milliseconds(step, rank) for rank in range(schedule.num_ranks)]
+    rows = [_in_milliseconds(trace, rank) for rank in range(schedule.num_ranks)]
     spans = tuple(tuple(Span(m.action, m.start, m.end) for m in row) for row in rows)
     object.__setattr__(timeline, "spans", spans)
     object.__setattr__(timeline, "name", f"{schedule.name}, measured in ms")
-    if step.purpose is Purpose.TRAIN:
-        object.__setattr__(timeline, "idle", _idle(rows, _that_ran(schedule, step), timeline))
+    if trace.purpose is Purpose.TRAIN:
+        object.__setattr__(timeline, "idle", _idle(rows, _that_ran(schedule, trace), timeline))
 
 
-def _in_milliseconds(step: Step, rank: int) -> list[Moment]:
-    began = min((row[0].asked for row in step.moments.values() if row), default=0.0)
+def _in_milliseconds(trace: Trace, rank: int) -> list[Moment]:
+    began = min((row[0].asked for row in trace.moments.values() if row), default=0.0)
     return [
         Moment(action, *(1e3 * (time - began) for time in times))
-        for action, *times in step.moments.get(rank, [])
+        for action, *times in trace.moments.get(rank, [])
     ]
 
 
-def _that_ran(schedule: Schedule, step: Step) -> Schedule:
+def _that_ran(schedule: Schedule, trace: Trace) -> Schedule:
     """Without the micro-batches that a small batch has left out."""
-    last = len(step.inputs)
+    last = trace.num_microbatches
     rows = (tuple(a for a in row if a.microbatch < last) for row in schedule.actions)
     return replace(schedule, actions=tuple(rows))
 

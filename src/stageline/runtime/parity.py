@@ -6,7 +6,7 @@ with the pipeline: no stages, no messages, no halves, no recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.func import functional_call
 
 from stageline.errors import ParityError
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.model.split import Cut
 from stageline.runtime import trees
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.executor import Step
@@ -95,19 +94,21 @@ def compare(
     plain: LayerSequence,
     losses: Mapping[int, Tensor],
     plain_losses: Mapping[int, Tensor],
-    cut: Cut,
+    cut: Sequence[range],
 ) -> None:
     """Raise for the first gradient, buffer or loss that is not the same to the bit."""
-    stages = [stage for stage, numbers in enumerate(cut) for _ in numbers]
-    for layer, other, stage in zip(layers, plain, stages, strict=True):
+    pairs = ((stage, number) for stage, numbers in enumerate(cut) for number in numbers)
+    for stage, number in pairs:
+        layer, other = layers.layers[number], plain.layers[number]
         wanted = {name: p.grad for name, p in other.module.named_parameters()}
         wanted |= dict(other.module.named_buffers())
         found = {name: p.grad for name, p in layer.module.named_parameters()}
         found |= dict(layer.module.named_buffers())
         for name, tensor in found.items():
             _compare(f"{layer.name}.{name}", tensor, wanted[name], stage)
-    for microbatch, loss in plain_losses.items():
-        _compare(f"the loss of micro-batch {microbatch}", losses[microbatch], loss, len(cut) - 1)
+    for microbatch, loss in losses.items():
+        plain_loss = plain_losses[microbatch]
+        _compare(f"the loss of micro-batch {microbatch}", loss, plain_loss, len(cut) - 1)
 
 
 def _compare(name: str, found: Tensor | None, wanted: Tensor | None, stage: int) -> None:

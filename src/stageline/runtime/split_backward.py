@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +60,7 @@ class Caught:
 
     leaves: list[Tensor]  # copies of the inputs that need a gradient
     weights: list[nn.Parameter]
-    outputs: list[Tensor]
+    outputs: list[GradientEdge]  # of its graph, which does not need the data
     linear: tuple[Any, ...]  # the arguments, if it is a linear
     gradients: tuple[Tensor | None, ...] = ()
 
@@ -102,11 +103,12 @@ class CatchWeights(TorchFunctionMode):
         kwargs = {name: _swapped(item, copies) for name, item in kwargs.items()}
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple) else (result,)
-        outputs = [item for item in results if _needs_gradient(item)]
+        outputs = [get_gradient_edge(item) for item in results if _needs_gradient(item)]
         given = args if func is F.linear and not kwargs else ()
         call = Caught(list(copies.values()), weights, outputs, given)
         self.calls.append(call)
-        outside = iter(_Around.apply(call, self.anchor, *inputs))  # type: ignore[no-untyped-call]
+        needed = [item for item in results if _needs_gradient(item)]
+        outside = iter(_Around.apply(call, needed, self.anchor, *inputs))  # type: ignore[no-untyped-call]
         around = tuple(next(outside) if _needs_gradient(item) else item for item in results)
         return around if isinstance(result, tuple) else around[0]
 
@@ -115,10 +117,10 @@ class _Around(torch.autograd.Function):
     """What the stage's graph sees in place of a call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Caught, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Caught, outputs: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in call.outputs)
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -131,9 +133,9 @@ class _Around(torch.autograd.Function):
         call.gradients = gradients
         arrived = _arrived(call)
         if not call.leaves or not arrived:
-            return None, None, *(None for _ in call.leaves)
+            return None, None, None, *(None for _ in call.leaves)
         outputs, found = zip(*arrived, strict=True)
-        return None, None, *engine.gradients(call.leaves, outputs, found)
+        return None, None, None, *engine.gradients(call.leaves, outputs, found)
 
 
 def add_weight_gradients(calls: Iterable[Caught], *, fused: bool = False) -> None:
@@ -180,7 +182,7 @@ def _is_plain(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and not hooks
 
 
-def _arrived(call: Caught) -> list[tuple[Tensor, Tensor]]:
+def _arrived(call: Caught) -> list[tuple[GradientEdge, Tensor]]:
     pairs = zip(call.outputs, call.gradients, strict=False)
     return [(output, gradient) for output, gradient in pairs if gradient is not None]
 

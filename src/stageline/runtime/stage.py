@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence, Value
 from stageline.runtime import engine, trees
 from stageline.runtime.ambient import Ambient
@@ -40,7 +41,14 @@ class Target:
     weight: float
 
     def loss(self, output: Any, device: torch.device | None = None) -> Tensor:
-        return self.loss_fn(output, moved(self.target, device))
+        loss = self.loss_fn(output, moved(self.target, device))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
+            raise ModelError(
+                f"the loss {found}, but has to be one number: the mean over the samples, or their "
+                "sum if there is a count_fn"
+            )
+        return loss
 
 
 class Pass(NamedTuple):
@@ -85,6 +93,7 @@ class Bound(NamedTuple):
     sources: tuple[Value, ...]
     outside: tuple[Value, ...]  # those that the loader or other stages bring
     writes: tuple[Value, ...]
+    last_uses: tuple[Value, ...]  # of the stage's own values, that nobody reads after it
     draws: bool  # it may use random numbers
     doubles: dict[str, Tensor] | None  # of weights that other layers use as well
 
@@ -105,9 +114,12 @@ class Stage:
     ) -> None:
         self.layers, self.numbers = layers, numbers
         self.device, self.host_memory = device, host_memory
-        output = {layers.output} if layers.output.writer in numbers else set()
-        self.sent = tuple(sorted(frozenset(sent) | output))
-        self.bound = [_bound(layers, number, numbers, tied) for number in numbers]
+        self.sent = tuple(sorted(sent))
+        self.has_output = layers.output.writer in numbers
+        last_uses = _last_uses(layers, numbers, {*self.sent, layers.output})
+        self.bound = [
+            _bound(layers, number, numbers, tied, last_uses[number]) for number in numbers
+        ]
         modules = [layers.layers[number].module for number in numbers]
         self.is_fused = accumulate == "fused"
         self.is_compiled = any(map(_is_compiled, modules))  # its functions cannot be caught
@@ -196,9 +208,14 @@ class Stage:
                 around.enter_context(self.statistics.watch(this.microbatch, again=again))
             for bound in self.bound:
                 self._run_layer(bound, this, entered, written)
+                for value in bound.last_uses:
+                    del written[value]
             loss = self._loss(this, written) if this.target else None
         # the tensors as they are now: a layer may still change the dict or list that it returned
-        writes = {value: trees.map_leaves(trees.itself, written[value]) for value in self.sent}
+        kept = self.sent
+        if self.has_output and not this.target and self.layers.output not in kept:
+            kept = (*kept, self.layers.output)
+        writes = {value: trees.map_leaves(trees.itself, written[value]) for value in kept}
         weight = this.target.weight if this.target else 0.0
         return Graph(reads, writes, loss, weight, catch.calls if catch else [], parking)
 
@@ -223,7 +240,7 @@ class Stage:
     ) -> None:
         name, module = bound.layer.name, bound.layer.module
         self.at_work = name
-        brought = {value: entered[bound.number, value] for value in bound.outside}
+        brought = {value: entered.pop((bound.number, value)) for value in bound.outside}
         before = [pair for tree in brought.values() for pair in versions(tree)]
         given = [brought[v] if v in brought else written[v] for v in bound.sources]
         if bound.draws:
@@ -243,7 +260,28 @@ class Stage:
             return this.target.loss(written[self.layers.output], self.device)
 
 
-def _bound(layers: LayerSequence, number: int, stage: range, tied: TiedWeights) -> Bound:
+def _last_uses(
+    layers: LayerSequence, stage: range, kept: set[Value]
+) -> dict[int, tuple[Value, ...]]:
+    """By layer: the values of this stage that nobody reads after it."""
+    last: dict[Value, int] = {}
+    for number in stage:
+        last |= {value: number for value in layers.sources[number] if value.writer in stage}
+        last |= {Value(number, name): number for name in layers.layers[number].writes}
+    by_layer: dict[int, list[Value]] = {number: [] for number in stage}
+    for value, number in last.items():
+        if value not in kept:
+            by_layer[number].append(value)
+    return {number: tuple(values) for number, values in by_layer.items()}
+
+
+def _bound(
+    layers: LayerSequence,
+    number: int,
+    stage: range,
+    tied: TiedWeights,
+    last_uses: tuple[Value, ...],
+) -> Bound:
     layer, sources = layers.layers[number], layers.sources[number]
     return Bound(
         number,
@@ -251,6 +289,7 @@ def _bound(layers: LayerSequence, number: int, stage: range, tied: TiedWeights) 
         sources,
         tuple(dict.fromkeys(value for value in sources if value.writer not in stage)),
         tuple(Value(number, name) for name in layer.writes),
+        last_uses,
         may_draw(layer.module),
         tied.by_layer.get(number),
     )

@@ -24,10 +24,10 @@ NOWHERE: Mapping[int, torch.device | None] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """By layer the doubles under their names in its module, and by weight its doubles in order."""
+    """By layer the doubles under their names in its module; by weight the layers and doubles."""
 
     by_layer: Mapping[int, dict[str, torch.Tensor]]
-    by_weight: tuple[tuple[nn.Parameter, tuple[nn.Parameter, ...]], ...]
+    by_weight: tuple[tuple[nn.Parameter, tuple[tuple[int, nn.Parameter], ...]], ...]
 
     @staticmethod
     def of(
@@ -50,7 +50,7 @@ class TiedWeights:
                     here = weight.detach().to(devices.get(number) or weight.device)
                     double = nn.Parameter(here, requires_grad=weight.requires_grad)
                     by_layer.setdefault(number, {}).update(dict.fromkeys(found, double))
-                    doubles.append(double)
+                    doubles.append((number, double))
                 by_weight.append((weight, tuple(doubles)))
         _check_modules(layers, by_layer)
         return TiedWeights(by_layer, tuple(by_weight))
@@ -58,18 +58,18 @@ class TiedWeights:
     def refresh(self) -> None:
         """Before a step: the doubles follow what was done to the weights, and hold nothing."""
         for weight, doubles in self.by_weight:
-            for double in doubles:
+            for _, double in doubles:
                 double.data, double.grad = weight.data.to(double.device), None
                 double.requires_grad_(weight.requires_grad)
 
     def add_gradients(self) -> None:
         """At the end of a step: from the doubles to the weights."""
         for weight, doubles in self.by_weight:
-            found = [double.grad for double in doubles if double.grad is not None]
+            found = [double.grad for _, double in doubles if double.grad is not None]
             if found:
                 total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
                 weight.grad = total if weight.grad is None else weight.grad + total
-            for double in doubles:
+            for _, double in doubles:
                 double.grad = None
 
 

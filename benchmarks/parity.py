@@ -1,0 +1,103 @@
+"""Is training the same to the bit, whatever the schedule, backend, ranks and recomputation?
+
+python benchmarks/parity.py [--quick]     trains all combinations, or a sample, beside a plain loop
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import stageline as sl
+from stageline.pipeline import RECOMPUTE
+from stageline.zoo.cases import (
+    CASES,
+    NUM_MICROBATCHES,
+    Trained,
+    differences,
+    make_case,
+    pipelined,
+    plainly,
+)
+
+BACKENDS = ("serial", "threads")  # those that need no launcher
+RANKS = (1, 2, 3, 4)
+EVERY = 23  # for a sample; prime to the number of choices of each sort, so that all of them come up
+
+
+class Combination(NamedTuple):
+    model: str
+    schedule: str
+    backend: str
+    num_ranks: int
+    recompute: str
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return f"{self.model}, {self.schedule}, {self.backend}, {ranks}, recompute {self.recompute}"
+
+
+def combinations() -> list[Combination]:
+    choices = product(CASES, sl.schedule_names(), BACKENDS, RANKS, RECOMPUTE)
+    return [Combination(*choice) for choice in choices]
+
+
+def can_be_built(row: Combination) -> bool:
+    try:
+        sl.build_schedule(row.schedule, num_ranks=row.num_ranks, num_microbatches=NUM_MICROBATCHES)
+    except sl.ScheduleError:
+        return False
+    return True
+
+
+def fault(row: Combination, wanted: Trained) -> str:
+    """What is not as in the plain loop, or nothing."""
+    options = row._asdict()
+    case = make_case(options.pop("model"))
+    try:
+        names = differences(pipelined(case, **options), wanted)
+    except sl.StagelineError as error:
+        return str(error)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"differs in {', '.join(names[:3])}{more}" if names else ""
+
+
+def faults(rows: list[Combination], console: Console) -> Iterator[str]:
+    wanted = {model: plainly(make_case(model)) for model in CASES}
+    for row in track(rows, "training", console=console, transient=True):
+        if found := fault(row, wanted[row.model]):
+            yield f"{row}: {found}"
+
+
+def main(*, quick: bool) -> int:
+    """Gives back the exit code."""
+    console = Console()
+    torch.set_num_threads(1)  # of one operator: the ranks need the cores
+    chosen = combinations()[:: EVERY if quick else 1]
+    rows = [row for row in chosen if can_be_built(row)]
+    start, num_faults = time.perf_counter(), 0
+    for found in faults(rows, console):
+        num_faults += 1
+        console.print(found, style="red", markup=False, highlight=False, soft_wrap=True)
+    took = time.perf_counter() - start
+    skipped = f"; {len(chosen) - len(rows)} cannot be built" if len(chosen) > len(rows) else ""
+    console.print(
+        f"{len(rows) - num_faults} of {len(rows)} combinations equal to the bit, "
+        f"in {took:.0f} s{skipped}",
+        highlight=False,
+    )
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sample, in about a minute")
+    sys.exit(main(quick=parser.parse_args().quick))

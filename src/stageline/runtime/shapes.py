@@ -1,0 +1,109 @@
+"""What messages look like, from the shapes of a batch alone: layers run on tensors without data.
+
+Every rank works this out for itself, so nobody has to be told what to expect. A layer whose output
+depends on data ends it: from there on the sender has to say what comes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+from stageline.runtime.ambient import Ambient
+
+
+class Form(NamedTuple):
+    """A tensor without its data. Its strides count: a product's last bits depend on them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        """As a copy of the tensor would be: a transposed one stays transposed."""
+        copied = torch.empty_like(tensor, device="meta")
+        return Form(tuple(tensor.shape), tensor.dtype, copied.stride())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+class Shape(NamedTuple):
+    """A value without its data: a form for each tensor, everything else as it is."""
+
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+
+    @staticmethod
+    def of(value: Any) -> Shape:
+        leaves, tree = pytree.tree_flatten(value)
+        return Shape(
+            tuple(Form.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Trees have a text form of their own, and warn if they are pickled."""
+        return _shape, (self.leaves, pytree.treespec_dumps(self.tree))
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+
+
+def _shape(leaves: tuple[Any, ...], tree: str) -> Shape:
+    return Shape(leaves, pytree.treespec_loads(tree))
+
+
+def value_shapes(
+    layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambient
+) -> dict[Value, Shape]:
+    """Of all values up to the first layer that needs data."""
+    found: dict[Value, Shape] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as around:
+        ambient.enter(around, grad=False)
+        around.enter_context(mode)
+        values = {Value(INPUT, name): _fake(value) for name, value in inputs.items()}
+        for number, layer in enumerate(layers.layers):
+            given = [values[source] for source in layers.sources[number]]
+            try:
+                result = _fake_copy(layer)(*given)
+            except Exception:  # whatever it is, it will be told where it matters
+                return found
+            results = result if len(layer.writes) > 1 else (result,)
+            for name, written in zip(layer.writes, results, strict=True):
+                values[Value(number, name)] = written
+                found[Value(number, name)] = Shape.of(written)
+    return found
+
+
+def _fake_copy(layer: Layer) -> torch.nn.Module:
+    """A copy takes the changes that a forward makes to its module."""
+    memo = {id(tensor): _fake(tensor) for tensor in _tensors(layer.module)}
+    return copy.deepcopy(layer.module, memo)
+
+
+def _tensors(module: torch.nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fake(tree: Any) -> Any:
+    """Called inside of a FakeTensorMode, where new tensors have no data."""
+    return pytree.tree_map(
+        lambda item: (
+            torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+            if isinstance(item, Tensor)
+            else item
+        ),
+        tree,
+    )

@@ -1,0 +1,135 @@
+"""Four small models with data for five steps, trained by a plain loop or by a pipeline.
+
+Together they have what is hard to keep to the bit: dropout, tied weights, skips, BatchNorm, values
+of many readers and of no tensor, batches that do not divide and one that is too short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from stageline.model.layers import LayerSequence
+from stageline.pipeline import LossFunction, Pipeline
+from stageline.zoo.branches import branches
+from stageline.zoo.gpt import gpt
+from stageline.zoo.gpt import loss as loss_of_tokens
+from stageline.zoo.plain import Batch, train_plainly
+from stageline.zoo.resnet import resnet
+from stageline.zoo.unet import unet
+
+NUM_MICROBATCHES = 8  # what the most demanding schedule needs on four ranks
+LENGTHS = (13, 9, 5, 16, 11)  # in samples, of each step's batch: with 5, micro-batches are left out
+SEED = 11
+
+
+class Case(NamedTuple):
+    """A model, its loss, and a batch for each step."""
+
+    layers: LayerSequence
+    loss_fn: LossFunction
+    batches: tuple[Batch, ...]
+
+
+class Trained(NamedTuple):
+    """What training left behind."""
+
+    tensors: dict[str, Tensor]  # parameters, buffers and the optimizer's state
+    losses: list[float]
+
+
+def make_case(name: str) -> Case:
+    """The same at every call, and a model of its own each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers, loss_fn, batch = CASES[name]()
+        return Case(layers, loss_fn, tuple(batch(length) for length in LENGTHS))
+
+
+def plainly(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Trained:
+    """By the plain loop."""
+    optimizer = _optimizer(case)
+    options |= {"num_microbatches": num_microbatches, "seed": SEED}
+    losses = train_plainly(case.layers, case.loss_fn, optimizer, case.batches, **options)
+    return Trained(_tensors(case, optimizer), losses)
+
+
+def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Trained:
+    """By a pipeline."""
+    optimizer = _optimizer(case)
+    options |= {"num_microbatches": num_microbatches, "seed": SEED}
+    pipe = Pipeline(case.layers, case.loss_fn, **options)
+    losses = []
+    for inputs, target in case.batches:
+        losses.append(float(pipe.step(inputs, target).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe.close()
+    return Trained(_tensors(case, optimizer), losses)
+
+
+def differences(found: Trained, wanted: Trained) -> list[str]:
+    """The names of tensors that are not the same to the bit."""
+    names = sorted(found.tensors.keys() | wanted.tensors.keys())
+    pairs = ((name, found.tensors.get(name), wanted.tensors.get(name)) for name in names)
+    return [name for name, a, b in pairs if a is None or b is None or not torch.equal(a, b)]
+
+
+def _optimizer(case: Case) -> torch.optim.AdamW:
+    return torch.optim.AdamW(case.layers.modules.parameters(), lr=1e-2)
+
+
+def _tensors(case: Case, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments too: they show a gradient's last bits, which the first step hides."""
+    tensors: dict[str, Tensor] = {}
+    for layer in case.layers:
+        named = (*layer.module.named_parameters(), *layer.module.named_buffers())
+        tensors |= {f"{layer.name}.{name}": tensor.detach() for name, tensor in named}
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
+    return tensors
+
+
+Parts = tuple[LayerSequence, LossFunction, Callable[[int], Batch]]
+
+
+def _gpt() -> Parts:
+    def batch(length: int) -> Batch:
+        return torch.randint(24, (length, 6)), torch.randint(24, (length, 6))
+
+    layers = gpt(vocabulary=24, width=8, heads=2, blocks=6, context=6, dropout=0.1)
+    return layers, loss_of_tokens, batch
+
+
+def _unet() -> Parts:
+    def batch(length: int) -> Batch:
+        return torch.randn(length, 3, 8, 8), torch.randint(2, (length, 8, 8))
+
+    return unet(channels=3, classes=2, width=4), cross_entropy, batch
+
+
+def _resnet() -> Parts:
+    def batch(length: int) -> Batch:
+        return torch.randn(length, 3, 8, 8), torch.randint(3, (length,))
+
+    layers = resnet(channels=3, classes=3, width=4, blocks=[2, 1, 1])
+    layers.layers[1].module.momentum = None  # type: ignore[assignment]  # a plain average
+    return layers, cross_entropy, batch
+
+
+def _branches() -> Parts:
+    def batch(length: int) -> Batch:
+        inputs = {"source": torch.randn(length, 5, 6), "query": torch.randn(length, 6)}
+        return inputs | {"mask": None, "scale": 0.5}, torch.randint(3, (length,))
+
+    return branches(width=6, classes=3), cross_entropy, batch
+
+
+CASES: Mapping[str, Callable[[], Parts]] = MappingProxyType(
+    {"gpt": _gpt, "unet": _unet, "resnet": _resnet, "branches": _branches}
+)

@@ -1,0 +1,140 @@
+"""A plain loop on one device: the yardstick that every pipeline is held to, to the bit.
+
+It knows no stages, no schedules and no messages, and shares nothing with the runtime but the rule
+for seeds. What the design says of micro-batches, randomness, BatchNorm and tied weights is written
+out here a second time, in the fewest lines, so that a mistake in one place shows against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from stageline.model.layers import LayerSequence
+from stageline.runtime.randomness import layer_seed
+
+Batch = tuple[Any, Tensor]  # inputs, a dict if they have names, and the target
+# How many values, their mean and the sum of squared differences from it, by channel.
+Moments = tuple[int, Tensor, Tensor]
+
+
+def train_plainly(
+    layers: LayerSequence,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    *,
+    num_microbatches: int,
+    seed: int = 0,
+    batch_norm: str = "minibatch",
+) -> list[float]:
+    """A step of the optimizer for each batch; gives back the losses."""
+    doubles = _untie(layers)
+    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    losses = []
+    with torch.random.fork_rng(devices=[]):
+        for step, (inputs, target) in enumerate(batches):
+            sizes = _even(len(target), num_microbatches)
+            parts = zip(_cut(inputs, sizes), _cut(target, sizes), strict=True)
+            loss = 0.0
+            with _statistics(norms if batch_norm == "minibatch" else []):
+                for microbatch, (part, wanted) in enumerate(parts):
+                    output = _forward(layers, part, seed, step, microbatch)
+                    share = loss_fn(output, wanted) * (len(wanted) / len(target))
+                    share.backward()  # type: ignore[no-untyped-call]  # torch's own
+                    loss += float(share.detach())
+            for weight, double in doubles:
+                assert weight.grad is not None
+                assert double.grad is not None
+                weight.grad, double.grad = weight.grad + double.grad, None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+    return losses
+
+
+def _forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatch: int) -> Any:
+    """All layers one after another, each given the values that it names and its own seed."""
+    values = dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
+    written: Any = ()
+    for layer in layers:
+        torch.manual_seed(layer_seed(seed, step, microbatch, layer.name))
+        result = layer.module(*(values[name] for name in layer.reads))
+        written = result if len(layer.writes) > 1 else (result,)
+        values |= dict(zip(layer.writes, written, strict=True))
+    return written[0]
+
+
+def _even(num_samples: int, num_microbatches: int) -> list[int]:
+    """Sizes that differ by one at most, larger ones first, none of them zero."""
+    each, more = divmod(num_samples, num_microbatches)
+    sizes = [each + 1] * more + [each] * (num_microbatches - more)
+    return [size for size in sizes if size]
+
+
+def _cut(batch: Any, sizes: list[int]) -> list[Any]:
+    if isinstance(batch, dict):
+        columns = {name: _cut(item, sizes) for name, item in batch.items()}
+        return [{name: column[i] for name, column in columns.items()} for i in range(len(sizes))]
+    return list(torch.split(batch, sizes)) if isinstance(batch, Tensor) else [batch] * len(sizes)
+
+
+def _untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """In layers after its first, a weight has a double in the same memory that gathers alone."""
+    first: dict[nn.Parameter, int] = {}
+    doubles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
+    for number, layer in enumerate(layers):
+        for part in layer.module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                if first.setdefault(weight, number) != number:
+                    double = doubles.setdefault((weight, number), nn.Parameter(weight.detach()))
+                    setattr(part, name, double)
+    return [(weight, double) for (weight, _), double in doubles.items()]
+
+
+@contextmanager
+def _statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Running statistics take in the mini-batch once, whatever torch did to them meanwhile."""
+    seen: dict[nn.Module, list[Moments]] = {norm: [] for norm in norms}
+    before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
+
+    def note(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        by_channel = args[0].detach().transpose(0, 1).flatten(1)
+        variance, mean = torch.var_mean(by_channel, 1, correction=0)
+        count = by_channel.shape[1]
+        seen[norm].append((count, mean.double(), variance.double() * count))
+
+    hooks = [norm.register_forward_pre_hook(note) for norm in norms]
+    yield
+    for hook in hooks:
+        hook.remove()
+    for norm in norms:
+        _take_in(norm, before[norm], seen[norm])
+
+
+def _take_in(norm: _BatchNorm, before: list[Tensor], seen: list[Moments]) -> None:
+    """The micro-batches one by one in ascending order, in doubles, and rounded at the very end.
+
+    The order matters as it does for gradients: (9 a + b) / 10 of two floats is often just halfway
+    between two others, and then the last bit of a double decides.
+    """
+    count, mean, squares = seen[0]
+    for more, other, its_squares in seen[1:]:
+        apart, total = other - mean, count + more
+        mean = mean + apart * (more / total)
+        squares = squares + its_squares + apart**2 * (count * more / total)
+        count = total
+    running_mean, running_variance, num_batches = before
+    new = 1.0 / (float(num_batches) + 1) if norm.momentum is None else norm.momentum
+    after = (
+        (1 - new) * running_mean.double() + new * mean,
+        (1 - new) * running_variance.double() + new * (squares / (count - 1)),
+        num_batches + 1,
+    )
+    for buffer, value in zip(norm.buffers(), after, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,52 @@
+"""A step in which something happens to rank 1: what, the first argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stageline as sl
+
+
+class Trouble(nn.Module):
+    """Nothing in the first step."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.calls = what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 7 and self.what == "raise":
+            raise ValueError("a layer of the user's own")
+        if self.calls == 7 and self.what in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), signal.Signals[self.what])
+        return x * 2
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trouble = sl.Layer("trouble", Trouble(sys.argv[1]))
+    pipe = sl.Pipeline(
+        [nn.Linear(4, 4), trouble, nn.Linear(4, 4)],
+        nn.functional.mse_loss,
+        num_ranks=3,
+        num_microbatches=4,
+        timeout=4.0,
+    )
+    x = torch.ones(4, 4)
+    for number in range(3):
+        pipe.step(x, x)
+        print(f"step {number} at {time.time():.2f}")
+    print("never reached")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Trains with every schedule in a group of processes, and beside it all ranks in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stageline as sl
+
+
+class Head(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def model() -> nn.Sequential:
+    """Tied weights on the first and the last rank, dropout, and statistics."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 8)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8)) for _ in range(3)]
+    return nn.Sequential(embedding, *blocks, nn.BatchNorm1d(5), Head(embedding))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """What this process holds after three steps, one of them short, and what it was told."""
+    pipe = sl.Pipeline(model(), loss, **options)
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(3)
+    told = []
+    for size in (2 * options["num_ranks"] + 1, 2 * options["num_ranks"], 3):
+        x, y = torch.randint(0, 11, (2, size, 5), generator=generator)
+        result = pipe.step(x, y)
+        told.append(pipe.clip_grad_norm_(0.5))
+        told.append(result.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe.eval()
+    told.append(pipe(x))
+    state = pipe.state_dict()
+    pipe.close()
+    return state, told
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    num_ranks = dist.get_world_size()
+    count = 0
+    for number, name in enumerate(sl.schedule_names()):
+        options: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2 * num_ranks}
+        options |= {"schedule": name, "recompute": ("never", "always", "except_last")[number % 3]}
+        try:
+            found, heard = trained(options)
+        except sl.ScheduleError:
+            continue
+        wanted, expected = trained(options | {"backend": "serial"})
+        assert found
+        for key, tensor in found.items():
+            assert torch.equal(tensor, wanted[key]), f"{name}: {key}"
+        for a, b in zip(heard, expected, strict=True):
+            assert torch.equal(a, b), f"{name}: {a} {b}"
+        count += 1
+    print(f"{count} schedules equal")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
