@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -173,14 +174,23 @@ def test_a_broken_file_of_costs_is_refused_with_its_reason(
     assert message in err
 
 
-def test_the_demo_draws_compares_and_saves(
+def test_the_demo_trains_verifies_draws_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(capsys, "demo", str(tmp_path / "pictures"))
+    folder = tmp_path / "new" / "demo"
+    code, out, err = run(capsys, "demo", str(folder), "--steps", "2", "--schedule", "zb_h1")
     assert code == 0
-    assert all(name in out for name in schedule_names())
-    saved = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert saved == {"zbv.svg", "zbv.html", "zbv.json", "zbv.csv"}
+    assert "parity: 8 losses, 43 gradients and 4 buffers are those of a plain loop" in out
+    assert "bit for bit" in out
+    assert "zb_h1, predicted in ms" in out
+    assert "zb_h1, measured in ms" in out
+    names = ["demo.svg", "gpt.safetensors", "sample.txt"]
+    assert err.splitlines() == [f"wrote {folder / name}" for name in names]
+    titles = re.findall(r'class="title"[^>]*>([^<]*)', (folder / "demo.svg").read_text())
+    assert titles == ["zb_h1, predicted in ms", "zb_h1, measured in ms"]
+    sample = (folder / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert sample in out
 
 
 def test_help_shows_an_example_and_lists_every_schedule(

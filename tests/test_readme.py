@@ -41,15 +41,19 @@ def test_a_command_prints_what_the_readme_shows(
             assert line in printed
 
 
-@pytest.mark.parametrize("code", PYTHON)
-def test_the_python_runs_as_it_stands(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Comments that begin with an arrow tell the value of their line."""
+def test_the_python_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom; comments that begin with an arrow tell the value of their line."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for statement in ast.parse(code).body:
-        text = "\n".join(code.splitlines()[statement.lineno - 1 : statement.end_lineno])
-        exec(compile(text, "README.md", "exec"), names)  # noqa: S102  it is our own README
-        if told := re.fullmatch(r"(.*?) +# → (.*)", text):
-            assert str(eval(told[1], names)) == told[2]
+    for code in PYTHON:
+        for statement in ast.parse(code).body:
+            text = "\n".join(code.splitlines()[statement.lineno - 1 : statement.end_lineno])
+            exec(compile(text, "README.md", "exec"), names)  # noqa: S102  it is our own README
+            if told := re.fullmatch(r"(.*?) +# → (.*)", text):
+                assert str(eval(told[1], names)) == told[2]
+
+
+def test_ten_lines_train_a_model() -> None:
+    example = next(code for code in PYTHON if "sl.Pipeline(" in code)
+    lines = [line for line in example.splitlines() if line and not line.startswith("import")]
+    assert len(lines) == 10

@@ -60,11 +60,11 @@ class Training:
 def run(folder: Path, *, steps: int, ranks: int, schedule: str) -> list[Path]:
     """The whole of it; gives back the files that it wrote."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("demo.svg", "gpt.safetensors", "sample.txt")]
     with _one_thread_for_each_rank():
         text = tokens(standard_library())
         with closing(_pipeline(text, ranks, schedule)) as pipe:
+            folder.mkdir(parents=True, exist_ok=True)
             _introduce(console, pipe, text)
             training = _train(console, pipe, text, steps)
             _verify(console, pipe, text, steps)
@@ -74,6 +74,17 @@ def run(folder: Path, *, steps: int, ranks: int, schedule: str) -> list[Path]:
             save_checkpoint(pipe.layers, files[1])
             files[2].write_text(_write(console, pipe.eval().layers), encoding="utf-8")
     return files
+
+
+def model() -> LayerSequence:
+    """0.8 million parameters."""
+    return gpt(vocabulary=VOCABULARY, width=128, heads=4, blocks=4, context=CONTEXT, dropout=0.05)
+
+
+def sample(layers: LayerSequence) -> Iterator[str]:
+    """What it writes after the prompt, piece by piece; layers should be in evaluation."""
+    drawn = continued(layers, tokens(PROMPT).long(), context=CONTEXT, temperature=TEMPERATURE)
+    return map(characters, islice(drawn, LENGTH))
 
 
 def save_checkpoint(layers: LayerSequence, path: Path) -> None:
@@ -112,9 +123,8 @@ def _one_thread_for_each_rank() -> Iterator[None]:
 
 def _pipeline(text: Tensor, ranks: int, schedule: str) -> Pipeline:
     torch.manual_seed(0)
-    layers = gpt(vocabulary=VOCABULARY, width=128, heads=4, blocks=4, context=CONTEXT, dropout=0.05)
     return Pipeline(
-        layers,
+        model(),
         loss,
         num_ranks=ranks,
         num_microbatches=MICROBATCHES,
@@ -196,10 +206,11 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[[Training], Non
 def _verify(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> None:
     """On a batch that it has not seen."""
     pipe.verify(*_batch(text, steps))
-    gradients = sum(1 for _ in pipe.parameters())
+    modules = pipe.layers.modules
+    gradients, buffers = len(list(modules.parameters())), len(list(modules.buffers()))
     console.print(
-        f"parity: the losses of {MICROBATCHES} micro-batches and the gradients of {gradients} "
-        "parameters equal,\nbit for bit, those of a plain loop on this machine"
+        f"parity: {MICROBATCHES} losses, {gradients} gradients and {buffers} buffers are those "
+        "of a plain loop, bit for bit, on this machine"
     )
 
 
@@ -209,10 +220,7 @@ def _predicted_and_measured(
     """The schedule simulated with median times, and the step that took the median time."""
     predicted = simulate(schedule, median_costs(timelines))
     usual = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return (
-        replace(predicted, costs=None, name=f"{schedule.name}, predicted in ms"),
-        usual,
-    )
+    return replace(predicted, costs=None, name=f"{schedule.name}, predicted in ms"), usual
 
 
 def _show(console: Console, timelines: Sequence[Timeline], num_steps: int) -> None:
@@ -239,10 +247,9 @@ def _write(console: Console, layers: LayerSequence) -> str:
     """Text of its own, shown as it comes."""
     console.print(f"\nAfter {PROMPT!r} it writes, at temperature {TEMPERATURE}:\n")
     console.out(PROMPT, end="")
-    written = [PROMPT]
-    drawn = continued(layers, tokens(PROMPT).long(), context=CONTEXT, temperature=TEMPERATURE)
-    for token in islice(drawn, LENGTH):
-        written.append(characters(token))
-        console.out(written[-1], end="")
+    written = PROMPT
+    for piece in sample(layers):
+        console.out(piece, end="")
+        written += piece
     console.out("\n")
-    return "".join(written)
+    return written

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.arguments import check_function, check_size
 from stageline.errors import BatchError, ModelError, ScheduleError
@@ -24,10 +25,11 @@ from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
+from stageline.runtime.mesh import find_place
 from stageline.runtime.offload import host_memory
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
-from stageline.runtime.peers import Alone, Peers
-from stageline.runtime.processes import join
+from stageline.runtime.peers import Alone, Group, Loss, Peers
+from stageline.runtime.processes import Processes
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
 from stageline.schedules.action import Action, Kind
@@ -47,20 +49,17 @@ LossFunction = Callable[[Any, Any], Tensor]
 class StepResult:
     """What a step gives back, beside the gradients in the parameters."""
 
-    fetch_losses: Callable[[], list[Tensor]] = field(repr=False)
-    weights: tuple[float, ...]  # by micro-batch, what its loss counts for
+    fetch: Callable[[], list[Loss]] = field(repr=False)
 
     @cached_property
-    def losses(self) -> list[Tensor]:
+    def losses(self) -> list[Loss]:
         """By micro-batch; with several processes they are waited for here, and not before."""
-        return self.fetch_losses()
+        return self.fetch()
 
     @property
     def loss(self) -> Tensor:
         """The loss of the mini-batch: the mean over its samples."""
-        return torch.stack(
-            [loss * weight for loss, weight in zip(self.losses, self.weights, strict=True)]
-        ).sum()
+        return torch.stack([loss * weight for loss, weight in self.losses]).sum()
 
 
 class Pipeline:
@@ -97,6 +96,7 @@ class Pipeline:
         accumulate: str = "exact",
         batch_norm: str = "minibatch",
         devices: Sequence[Device] | None = None,
+        mesh: DeviceMesh | None = None,
         backend: str | None = None,
         timeout: float = 60.0,
         count_fn: Callable[[Any], float | Tensor] | None = None,
@@ -106,7 +106,8 @@ class Pipeline:
         check_size("num_microbatches", num_microbatches)
         _check_choice("batch_norm", batch_norm, BATCH_NORM)
         _check_choice("accumulate", accumulate, ACCUMULATE)
-        backend = backend or ("processes" if distributed.is_initialized() else "threads")
+        in_group = mesh is not None or distributed.is_initialized()
+        backend = backend or ("processes" if in_group else "threads")
         _check_choice("backend", backend, BACKENDS)
         check_function("loss_fn", loss_fn)
         check_function("count_fn", count_fn or loss_fn)
@@ -138,7 +139,7 @@ class Pipeline:
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
         self.homes = [rank for rank, part in self._placed() for _ in part]
-        self.driver, self.peers = self._take_part(backend, timeout)
+        self.driver, self.peers = self._take_part(backend, mesh, timeout)
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there.
@@ -149,8 +150,7 @@ class Pipeline:
         self._run(step)
         self.num_steps += 1
         self._pass_back(step)
-        losses = self.peers.losses(step)
-        return StepResult(losses, tuple(target.weight for target in step.targets))
+        return StepResult(self.peers.losses(step))
 
     def __call__(self, inputs: Any, **named: Any) -> Any:
         """The output for a batch.
@@ -210,7 +210,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients down to a global norm; gives back the norm that they had."""
         everywhere = {p: number for number, p in enumerate(self.layers.modules.parameters())}
-        own = {everywhere[p]: p.grad.norm() for p in self._counted() if p.grad is not None}
+        own = {everywhere[p]: _norm(p.grad) for p in self._counted() if p.grad is not None}
         norms = self.peers.norms(own, len(everywhere))
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
@@ -245,12 +245,24 @@ class Pipeline:
                 homes.setdefault(parameter, home)
         return [parameter for parameter in self.parameters() if self.peers.has(homes[parameter])]
 
-    def _take_part(self, backend: str, timeout: float) -> tuple[Driver, Peers]:
+    def _take_part(
+        self, backend: str, mesh: DeviceMesh | None, timeout: float
+    ) -> tuple[Driver, Peers]:
         if backend == "serial":
             return Serial(), Alone()
         if backend == "threads":
             return Threads(self.devices), Alone()
-        return join(self.schedule.placement, self.devices, timeout)
+        schedule = self.schedule
+        place = find_place(mesh, schedule.num_ranks)
+        peers = Group(place, schedule.placement[-1], schedule.num_microbatches)
+        return Processes(place, self.devices[peers.rank], timeout, self._reduce), peers
+
+    def _reduce(self, stage: int) -> None:
+        """Of a weight that others use as well, not all is there yet."""
+        tied = {weight for weight, _ in self.tied.by_weight}
+        layers = (self.layers.layers[number] for number in self.cut[stage])
+        found = dict.fromkeys(p for layer in layers for p in layer.module.parameters())
+        self.peers.reduce(p for p in found if p.requires_grad and p not in tied)
 
     def _settle(self, places: list[torch.device | None]) -> TiedWeights:
         """Layers move to the devices of their stages."""
@@ -272,16 +284,23 @@ class Pipeline:
     def _start(self, inputs: Any, named: Mapping[str, Any], pieces: list[int]) -> Step:
         with torch.enable_grad():  # inputs may come from a graph of the caller's
             parts = microbatches.cut(self._named(inputs, named), pieces)
-        return Step(parts, self.seed, self.num_steps, Ambient.here())
+        first = self.peers.replica * self.schedule.num_microbatches
+        return Step(parts, self.seed, self.num_steps, first, Ambient.here())
 
     def _run(self, step: Step) -> None:
         statistics = [stage.statistics for stage in self.executor.stages]
+        has_backward = step.purpose in (Purpose.TRAIN, Purpose.DRAIN)
         self.tied.refresh()
+        if has_backward:
+            self.peers.begin(self.parameters())
         try:
             self.driver.run(self.executor, step)
-            if step.purpose in (Purpose.TRAIN, Purpose.DRAIN):
+            if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()
+                here = set(self.parameters())
+                self.peers.reduce(weight for weight, _ in self.tied.by_weight if weight in here)
+                self.peers.finish()
             for each in statistics:
                 each.update()
         finally:
@@ -327,8 +346,9 @@ class Pipeline:
     def _weights(self, pieces: list[int], targets: list[Any]) -> list[float]:
         """What each micro-batch's loss counts for: its share of samples, or 1 / all that count."""
         if self.count_fn is None:
-            return [size / sum(pieces) for size in pieces]
-        total = sum(float(self.count_fn(part)) for part in targets)
+            samples = self.peers.total(sum(pieces))
+            return [size / samples for size in pieces]
+        total = self.peers.total(sum(float(self.count_fn(part)) for part in targets))
         return [1.0 / total if total else 0.0] * len(pieces)
 
     def _named(self, inputs: Any, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,6 +376,12 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         )
         if tensor.requires_grad
     ]
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm = gradient.norm()
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

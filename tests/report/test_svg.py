@@ -5,9 +5,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from stageline.costs import Costs
 from stageline.report.frame import Frame, frame_of
 from stageline.report.palette import shade
-from stageline.report.svg import LEGIBLE, svg
+from stageline.report.svg import LEGIBLE, stacked, svg
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b
@@ -103,3 +104,19 @@ def test_no_memory_no_curve(nothing: Timeline) -> None:
     assert groups(nothing, "lane")
     assert not groups(nothing, "memory")
     assert "memory held" not in texts(nothing, "small")
+
+
+def test_stacked_timelines_share_one_scale(two_ranks: Timeline) -> None:
+    slow = simulate(one_f_one_b(2, 2), Costs(forward=2.0, input_grad=2.0, weight_grad=2.0))
+    root = ET.fromstring(stacked([two_ranks, slow]))
+    pictures = [group for group in root.iter(f"{ROOM}g") if group.get("class") == "timeline"]
+    widths = [
+        float(element.attrib["width"])
+        for picture in pictures
+        for element in picture.iter(f"{ROOM}rect")
+        if element.get("class") == "idle" and element.get("x") is None
+    ]
+    assert widths == pytest.approx([widths[2] / 2] * 2 + [frame(slow).lanes_width] * 2)
+    assert pictures[0].get("transform") is None
+    assert pictures[1].get("transform") == f"translate(0 {frame(slow).height:g})"
+    assert float(root.attrib["height"]) == pytest.approx(2 * frame(slow).height)

@@ -65,3 +65,8 @@ def test_middle_ranks_are_left_out_of_a_low_terminal() -> None:
 def test_odd_timelines_are_drawn(odd_one: Timeline, nothing: Timeline) -> None:
     assert "optimizer step" in coloured(odd_one, width=80).plain
     assert "makespan 0" in coloured(nothing, width=10).plain
+
+
+def test_a_common_end_gives_timelines_one_scale(two_ranks: Timeline) -> None:
+    text = coloured(two_ranks, width=9 + 9, end=18.0)
+    assert text.plain.splitlines()[:2] == ["rank 0 │ █·█▐▌", "rank 1 │ ▐█▌▌"]

@@ -95,3 +95,7 @@ def test_an_empty_timeline_has_its_ranks_and_measures(nothing: Timeline, width: 
     text = plain(nothing, width)
     assert text.splitlines()[:2] == ["rank 0 │", "rank 1 │"]
     assert "makespan 0" in text
+
+
+def test_a_common_end_gives_timelines_one_scale(two_ranks: Timeline) -> None:
+    assert grid_rows(plain(two_ranks, width=18 + 9, end=18.0)) == ["FF..BB.BB", ".FBBFBB"]

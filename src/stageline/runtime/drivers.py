@@ -41,6 +41,9 @@ class Desk:
     def expect(self, receive: Action) -> None:
         """Nothing to do: whoever needs it looks."""
 
+    def reduce(self, stage: int) -> None:
+        """There is one replica."""
+
 
 class Serial:
     """All ranks in the calling thread: each goes on until it needs what is not there yet."""

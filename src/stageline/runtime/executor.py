@@ -25,7 +25,7 @@ Contents = dict[Value, Any]  # values, or gradients of values
 Rank = Generator[Action, "Message", None]
 
 FORWARDS = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
-BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B})
+BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD})
 
 
 class Purpose(Enum):
@@ -61,6 +61,9 @@ class Transport(Protocol):
     def expect(self, receive: Action) -> None:
         """A message will be needed: it may come from now on."""
 
+    def reduce(self, stage: int) -> None:
+        """All gradients of a stage are there: replicas may add theirs."""
+
 
 class Moment(NamedTuple):
     """When a rank came to an action and what it waited for, in seconds of `perf_counter`."""
@@ -91,6 +94,7 @@ class Step:
     inputs: list[Mapping[str, Any]]  # by micro-batch, the values that the loader brings
     seed: int
     number: int  # how many steps came before
+    first: int  # of the micro-batches of all replicas, the number of the first one here
     ambient: Ambient
     purpose: Purpose = Purpose.TRAIN
     targets: list[Target] = field(default_factory=list)
@@ -144,6 +148,8 @@ class Executor:
                 transport.send(action, outbox.pop(action))
             elif kind is Kind.RECV_F or kind is Kind.RECV_B:
                 transport.expect(action)
+            elif kind is Kind.REDUCE_GRAD:
+                transport.reduce(action.stage)
             elif task.stage is not None:
                 if kind is not Kind.F and kind is not Kind.W:
                     self._recompute(task, step, moments)
@@ -197,6 +203,7 @@ class Executor:
             step.targets[microbatch] if step.targets and number == self.last else None,
             step.seed,
             step.number,
+            step.first,
             step.ambient,
             task.in_halves,
             self._is_recomputed(number, microbatch, step),

@@ -72,6 +72,9 @@ class PostOffice:
     def expect(self, receive: Action) -> None:
         """A mailbox takes what comes."""
 
+    def reduce(self, stage: int) -> None:
+        """There is one replica."""
+
     def close(self) -> None:
         self.is_closed = True
         for mailbox in self.mailboxes:

@@ -38,7 +38,7 @@ def plain_step(
             around.enter_context(statistics.watch(microbatch, again=False))
             catch = around.enter_context(CatchWeights()) if is_fused else None
             output = _output(layers, step, microbatch, tied)
-            with drawing(Key(step.seed, step.number, microbatch, LOSS)):
+            with drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)):
                 loss = target.loss(output)
         loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
         if catch:
@@ -55,7 +55,7 @@ def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeight
             step.inputs[microbatch][value.name] if value.writer == INPUT else values[value]
             for value in layers.sources[number]
         )
-        with drawing(Key(step.seed, step.number, microbatch, layer.name)):
+        with drawing(Key(step.seed, step.number, step.first + microbatch, layer.name)):
             result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
         results = result if len(layer.writes) > 1 else (result,)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}

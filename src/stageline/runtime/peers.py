@@ -7,7 +7,7 @@ process; all of them make the same calls in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,21 @@ from torch.utils import _pytree as pytree
 
 from stageline.runtime import wire
 from stageline.runtime.executor import Moment, Step
+from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape
 from stageline.runtime.tied import TiedWeights
 
 LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+BUCKET = 25 * 2**20  # bytes that are summed at once
+
+
+class Loss(NamedTuple):
+    """Of one micro-batch, and what it counts for."""
+
+    loss: Tensor
+    weight: float
 
 
 Moments = dict[int, list[Moment]]  # by rank
@@ -28,10 +39,26 @@ Moments = dict[int, list[Moment]]  # by rank
 class Peers(Protocol):
     """Who else takes part."""
 
+    @property
+    def replica(self) -> int:
+        """Which of the pipeline's replicas this is."""
+
     def has(self, rank: int) -> bool:
         """Whether this rank is in this process."""
 
-    def losses(self, step: Step) -> Callable[[], list[Tensor]]:
+    def total(self, count: float) -> float:
+        """What counts in all replicas together."""
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before a step: gradients of earlier steps are set aside, if there are replicas."""
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start to sum gradients over replicas, beside what goes on."""
+
+    def finish(self) -> None:
+        """After a step: gradients are those of all replicas, added to those of earlier steps."""
+
+    def losses(self, step: Step) -> Callable[[], list[Loss]]:
         """How to come by the losses of all micro-batches, when they are wanted."""
 
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:
@@ -53,11 +80,25 @@ class Peers(Protocol):
 class Alone:
     """All ranks are here."""
 
+    replica = 0
+
     def has(self, rank: int) -> bool:  # noqa: ARG002  whichever it is
         return True
 
-    def losses(self, step: Step) -> Callable[[], list[Tensor]]:
-        losses = [step.losses[i] for i in range(len(step.targets))]
+    def total(self, count: float) -> float:
+        return count
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def losses(self, step: Step) -> Callable[[], list[Loss]]:
+        losses = [Loss(step.losses[i], target.weight) for i, target in enumerate(step.targets)]
         return lambda: losses
 
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:  # noqa: ARG002
@@ -77,25 +118,73 @@ class Alone:
 
 
 class Group:
-    """One rank is here, the others in the processes of a group."""
+    """One rank is here, the others in the processes of a group. State: gradients on their way."""
 
-    def __init__(self, group: dist.ProcessGroup, last: int) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+    def __init__(self, place: Place, last: int, num_microbatches: int) -> None:
+        self.place, self.group, self.num_microbatches = place, place.pipeline, num_microbatches
+        self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
+        self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
+        self.flying: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+
+    @property
+    def replica(self) -> int:
+        return self.place.replica
 
     def has(self, rank: int) -> bool:
         return rank == self.rank
 
-    def losses(self, step: Step) -> Callable[[], list[Tensor]]:
-        """Sent at once, awaited when they are read: no rank waits for another until then."""
-        buffer = torch.zeros(len(step.targets) + 1, dtype=torch.float64)  # a double holds them all
-        for microbatch, loss in step.losses.items():
-            buffer[microbatch], buffer[-1] = loss.double(), LOSS_TYPES.index(loss.dtype)
-        work = dist.broadcast(buffer, self._global(self.last), self.group, async_op=True)
+    def total(self, count: float) -> float:
+        if self.place.replicas is None:
+            return count
+        counted = torch.tensor(count, dtype=torch.float64)
+        dist.all_reduce(counted, group=self.place.replicas)
+        return float(counted)
 
-        def fetch() -> list[Tensor]:
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.before, self.flying = {}, []
+        if self.place.replicas is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self.before[parameter], parameter.grad = parameter.grad, None
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.place.replicas is not None:
+            for bucket in _buckets(parameters):
+                buffer = _flat(bucket)
+                work = dist.all_reduce(buffer, group=self.place.replicas, async_op=True)
+                self.flying.append((work, buffer, bucket))
+
+    def finish(self) -> None:
+        for work, buffer, bucket in self.flying:
             work.wait()
-            return list(buffer[:-1].to(LOSS_TYPES[int(buffer[-1])]).unbind())
+            _unflatten(buffer, bucket)
+        for parameter, gradient in self.before.items():
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
+        self.before, self.flying = {}, []
+
+    def losses(self, step: Step) -> Callable[[], list[Loss]]:
+        """Sent at once, awaited when they are read: no rank waits for another until then.
+
+        Each number is told by one process and 0 by all others, which changes no bit of it.
+        """
+        table = torch.zeros(3, self.place.num_replicas, self.num_microbatches, dtype=torch.float64)
+        if self.place.speaks:
+            for i, loss in step.losses.items():
+                facts = (float(loss), step.targets[i].weight, 1 + LOSS_TYPES.index(loss.dtype))
+                table[:, self.place.replica, i] = torch.tensor(facts, dtype=torch.float64)
+        work = dist.all_reduce(table, group=self.place.everyone, async_op=True)
+
+        def fetch() -> list[Loss]:
+            work.wait()
+            rows = table.flatten(1).t().tolist()
+            return [
+                Loss(torch.tensor(loss, dtype=LOSS_TYPES[int(kind) - 1]), weight)
+                for loss, weight, kind in rows
+                if kind
+            ]
 
         return fetch
 
@@ -151,3 +240,44 @@ class Group:
 
 def _empty(forms: Sequence[Form]) -> Tensor:
     return torch.empty(wire.num_bytes(forms), dtype=torch.uint8)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Of one type each, and not much larger than `BUCKET`."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not buckets or size > BUCKET or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _flat(bucket: list[nn.Parameter]) -> Tensor:
+    """Their gradients behind each other, and behind these for each of them whether it has one."""
+    parts = [
+        torch.zeros(local(p).numel(), dtype=p.dtype, device=p.device)
+        if p.grad is None
+        else local(p.grad).reshape(-1)
+        for p in bucket
+    ]
+    there = [float(p.grad is not None) for p in bucket]
+    return torch.cat([*parts, torch.tensor(there, dtype=parts[0].dtype, device=parts[0].device)])
+
+
+def _unflatten(buffer: Tensor, bucket: list[nn.Parameter]) -> None:
+    sizes = [local(parameter).numel() for parameter in bucket]
+    *parts, there = torch.split(buffer, [*sizes, len(bucket)])
+    for parameter, part, is_there in zip(bucket, parts, there.tolist(), strict=True):
+        if is_there:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part.view(local(parameter).shape))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that several hold together."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

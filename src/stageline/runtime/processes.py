@@ -9,9 +9,10 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -21,18 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.errors import ModelError, StageError
+from stageline.errors import StageError
 from stageline.model.layers import LayerSequence, Value
 from stageline.runtime import wire
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import failure_text
 from stageline.runtime.executor import Executor, Message, Step
 from stageline.runtime.mailbox import Lost, Mailbox, Stopped
-from stageline.runtime.peers import Group
+from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
 from stageline.runtime.watch import Watch
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.placement import Placement
 
 SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard four times a second
@@ -190,19 +190,26 @@ class Processes:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        store: dist.distributed_c10d.Store,
+        place: Place,
         device: torch.device | None,
         limit: float,
+        reduce: Callable[[int], None],
     ) -> None:
-        self.group, self.device, self.limit = group, device, limit
-        self.rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.device, self.limit, self.reduce = place.pipeline, device, limit, reduce
+        self.rank = dist.get_rank(self.group)
         self.mailbox = Mailbox(limit)
         self.lines: dict[int, Line] = {}  # by the rank that they come from
-        self.outgoing = Outgoing(group, self.mailbox)
+        self.outgoing = Outgoing(self.group, self.mailbox)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by the signature of a micro-batch
         self.at = ""  # where this rank stands, for others
-        self.watch = Watch(store, self.rank, num_ranks, lambda: self.at, self.mailbox.close)
+        name = (
+            f"rank {self.rank}"
+            if place.num_replicas == 1
+            else (f"rank {self.rank} of replica {place.replica}")
+        )
+        number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
+        where = partial(self._where, name)
+        self.watch = Watch(store_for(place), number, count, where, self.mailbox.close)
 
     def run(self, executor: Executor, step: Step) -> None:
         transport = Network(self, executor, step)
@@ -254,10 +261,13 @@ class Processes:
     def _positions(self) -> str:
         """Where each rank stands; one that does not say so any more has stopped answering."""
         parts = []
-        for rank, (where, ago) in self.watch.positions().items():
+        for where, ago in self.watch.positions().values():
             silence = f" (silent for {ago:.0f} s)" if ago > SILENCE else ""
-            parts.append(f"rank {rank} at {where or 'its start'}{silence}")
+            parts.append(f"{where}{silence}")
         return ", ".join(parts)
+
+    def _where(self, name: str) -> str:
+        return f"{name} at {self.at or 'its start'}"
 
     def layout(self, executor: Executor, send: Action, step: Step) -> Layout:
         """What a message holds."""
@@ -309,25 +319,12 @@ class Network:
         layout = self.home.layout(self.executor, send, self.step)
         self.home.lines[peer].expect(send, layout)
 
+    def reduce(self, stage: int) -> None:
+        self.home.reduce(stage)
 
-def join(
-    placement: Placement, devices: Sequence[torch.device | None], timeout: float
-) -> tuple[Processes, Group]:
-    """Take part as one rank of a pipeline whose others are in other processes."""
-    num_ranks = len(devices)
-    if not dist.is_initialized():
-        raise ModelError(
-            "backend is 'processes', but there is no process group: start the script with torchrun "
-            "and call torch.distributed.init_process_group()"
-        )
-    world = dist.get_world_size()
-    if world != num_ranks:
-        raise ModelError(
-            f"num_ranks is {num_ranks}, but there are {world} processes: start {num_ranks} of them"
-        )
-    group = dist.new_group(list(range(num_ranks)))  # its own, so that it can be hung up
-    rank = dist.get_rank(group)
+
+def store_for(place: Place) -> dist.distributed_c10d.Store:
+    """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
-    number = store.add(f"stageline/pipelines/{rank}", 1)  # every rank makes them in the same order
-    own = dist.distributed_c10d.PrefixStore(f"stageline/{number}", store)
-    return Processes(group, own, devices[rank], timeout), Group(group, placement[-1])
+    made = store.add(f"stageline/{dist.get_rank(place.everyone)}", 1)
+    return dist.distributed_c10d.PrefixStore(f"stageline/pipeline/{made}", store)

@@ -59,6 +59,7 @@ class Pass(NamedTuple):
     target: Target | None  # on the last stage, if the loss is known here
     seed: int
     step: int
+    first: int  # of the micro-batches of all replicas, the number of the first one here
     ambient: Ambient
     in_halves: bool = False  # the backward comes as I and W
     recompute: bool = False  # keep only what is read, and run forward again before the backward
@@ -244,7 +245,7 @@ class Stage:
         before = [pair for tree in brought.values() for pair in versions(tree)]
         given = [brought[v] if v in brought else written[v] for v in bound.sources]
         if bound.draws:
-            with drawing(Key(this.seed, this.step, this.microbatch, name)):
+            with drawing(Key(this.seed, this.step, this.first + this.microbatch, name)):
                 result = _call(bound, given)
         else:
             result = _call(bound, given)
@@ -256,7 +257,7 @@ class Stage:
     def _loss(self, this: Pass, written: dict[Value, Any]) -> Tensor:
         assert this.target is not None  # this is the last stage
         self.at_work = LOSS
-        with drawing(Key(this.seed, this.step, this.microbatch, LOSS)):
+        with drawing(Key(this.seed, this.step, this.first + this.microbatch, LOSS)):
             return this.target.loss(written[self.layers.output], self.device)
 
 

@@ -1,7 +1,7 @@
-"""A small GPT in layers: an embedding, blocks of attention and MLP, and a head with tied weights.
+"""A small GPT in layers: an embedding, attention and MLP in turn, and a head with tied weights.
 
-    tokens ─► embedding ─► blocks.0 ─► blocks.1 ─► … ─► head ─► logits
-                  └─────────── one weight ───────────────┘
+    tokens ─► embedding ─► blocks.0.attention ─► blocks.0.mlp ─► … ─► head ─► logits
+                  └───────────────────── one weight ───────────────────┘
 
 Dropout is where a branch joins the stream, so attention itself keeps its fast kernel.
 """
@@ -22,16 +22,23 @@ SPREAD = 0.1  # of the embedding's weights at first
 def gpt(
     *, vocabulary: int, width: int, heads: int, blocks: int, context: int, dropout: float = 0.0
 ) -> LayerSequence:
-    """The layers, with weights from torch's own generator; each is one that a pipeline may cut off.
+    """The layers, with weights from torch's own generator.
 
-    >>> layers = gpt(vocabulary=128, width=16, heads=2, blocks=2, context=8)
+    >>> layers = gpt(vocabulary=128, width=16, heads=2, blocks=1, context=8)
     >>> [layer.name for layer in layers]
-    ['embedding', 'blocks.0', 'blocks.1', 'head']
+    ['embedding', 'blocks.0.attention', 'blocks.0.mlp', 'head']
     >>> layers.layers[-1].module.weight is layers.layers[0].module.tokens.weight
     True
     """
     embedding = Embedding(vocabulary, width, dropout)
-    middle = (Layer(f"blocks.{i}", Block(width, heads, context, dropout)) for i in range(blocks))
+    middle = [
+        layer
+        for i in range(blocks)
+        for layer in (
+            Layer(f"blocks.{i}.attention", Attention(width, heads, context, dropout)),
+            Layer(f"blocks.{i}.mlp", Mlp(width, dropout)),
+        )
+    ]
     head = Layer("head", Head(embedding.tokens))
     return LayerSequence((Layer("embedding", embedding), *middle, head))
 
@@ -50,42 +57,27 @@ class Embedding(nn.Module):
         return x
 
 
-class Block(nn.Module):
-    """Attention, then an MLP, each of the normed values and added to what it was given."""
-
-    def __init__(self, width: int, heads: int, context: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, context)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = Mlp(width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return out
-
-
 class Attention(nn.Module):
     """Each position attends to itself and to those before it, by what and how far away they are."""
 
     turns: Tensor
 
-    def __init__(self, width: int, heads: int, context: int) -> None:
+    def __init__(self, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
-        self.register_buffer("turns", turns(context, width // heads), persistent=False)
+        self.norm = nn.LayerNorm(width)
         self.inward = nn.Linear(width, 3 * width, bias=False)  # queries, keys and values
         self.outward = nn.Linear(width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("turns", turns(context, width // heads), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.inward(x).unflatten(-1, (3, self.heads, -1))
+        parts = self.inward(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         parts = parts.permute(2, 0, 3, 1, 4)  # (part, sample, head, position, …)
         queries, keys = self.turned(parts[:2])
         y = functional.scaled_dot_product_attention(queries, keys, parts[2], is_causal=True)
-        out: Tensor = self.outward(y.transpose(1, 2).flatten(2))
-        return out
+        added: Tensor = self.dropout(self.outward(y.transpose(1, 2).flatten(2)))
+        return x + added
 
     def turned(self, x: Tensor) -> Tensor:
         """Vectors turned by their position's angles: the product of two tells how far apart."""
@@ -94,14 +86,19 @@ class Attention(nn.Module):
         return torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)
 
 
-class Mlp(nn.Sequential):
-    """Four times as wide inside."""
+class Mlp(nn.Module):
+    """Each position for itself, four times as wide inside."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(width)
         self.inward = nn.Linear(width, 4 * width)
-        self.activation = nn.ReLU()
         self.outward = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.dropout(self.outward(self.inward(self.norm(x)).relu()))
+        return x + added
 
 
 class Head(nn.Module):

@@ -49,7 +49,8 @@ def batch(
     text: Tensor, step: int, *, size: int, context: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Passages for a step and, as target, the token after each; always the same for the step."""
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    # a CPU's generator heeds the lower 32 bits of its seed alone
+    generator = torch.Generator().manual_seed(1_000_000 * seed + step)
     starts = torch.randint(len(text) - context, (size, 1), generator=generator)
     passages = text[starts + torch.arange(context + 1)].long()
     return passages[:, :-1], passages[:, 1:]

@@ -1,0 +1,80 @@
+"""Where this process stands among all: in its pipeline, beside its replicas, in its tensor group.
+
+dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeline,
+                    replica 1 │ rank 0  rank 1  rank 2       a column holds the same stages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from stageline.errors import ModelError
+
+NAMES = ("dp", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Groups of our own, so that what we do with them disturbs nobody."""
+
+    pipeline: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None  # None: there is one replica
+    replica: int
+    num_replicas: int
+    speaks: bool  # of several processes with the same part of the same replica, one speaks
+
+
+def find_place(mesh: DeviceMesh | None, num_ranks: int) -> Place:
+    """Every process of the mesh calls this with the same arguments."""
+    if not dist.is_initialized():
+        raise ModelError(
+            "backend is 'processes', but there is no process group: start the script with torchrun "
+            "and call torch.distributed.init_process_group()"
+        )
+    grid = _grid(mesh)
+    if grid.shape[1] != num_ranks:
+        found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
+        raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
+    dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
+    return Place(
+        _own_group([row for plane in grid.permute(0, 2, 1).tolist() for row in plane]),
+        _own_group([grid.flatten().tolist()]),
+        _own_group([row for plane in grid.permute(1, 2, 0).tolist() for row in plane])
+        if len(grid) > 1
+        else None,
+        dp,
+        len(grid),
+        tp == 0,
+    )
+
+
+def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
+    """Global ranks by replica, rank of the pipeline, and place in the tensor group."""
+    if mesh is None:
+        return torch.arange(dist.get_world_size()).view(1, -1, 1)
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names or not set(names) <= set(NAMES):
+        raise ModelError(
+            f"mesh has dimensions {names or 'without names'}, but needs 'pp', and may have 'dp' "
+            "and 'tp': use init_device_mesh(…, mesh_dim_names=('dp', 'pp'))"
+        )
+    grid = mesh.mesh
+    order = [names.index(name) for name in NAMES if name in names]
+    grid = grid.permute(order)
+    for position, name in enumerate(NAMES):
+        if name not in names:
+            grid = grid.unsqueeze(position)
+    return grid
+
+
+def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
+    """All processes make all groups, in the same order; gives back the one that this is in."""
+    groups = [dist.new_group(row) for row in rows]
+    mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
+    return mine
