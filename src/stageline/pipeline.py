@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, Self
 
@@ -25,10 +26,11 @@ from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
+from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.offload import host_memory
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
-from stageline.runtime.peers import Alone, Group, Loss, Peers
+from stageline.runtime.peers import Alone, Group, Loss, Peers, local
 from stageline.runtime.processes import Processes
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
@@ -72,7 +74,8 @@ class Pipeline:
     `balance` is the number of layers in each stage; None balances their costs, by FLOPs if there is
     a `sample` of the inputs (only its shapes count), or else by parameters. `recompute` and
     `offload` save memory; `accumulate="fused"` saves time for another rounding. `devices` has one
-    for each rank.
+    for each rank. Weights of a model on the meta device are made here, by `init(layer)` or by their
+    modules' own `reset_parameters()`; with several processes each makes those of its stages only.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
@@ -100,6 +103,7 @@ class Pipeline:
         backend: str | None = None,
         timeout: float = 60.0,
         count_fn: Callable[[Any], float | Tensor] | None = None,
+        init: Init | None = None,
         seed: int = 0,
     ) -> None:
         check_size("num_ranks", num_ranks)
@@ -120,8 +124,10 @@ class Pipeline:
         shapes = None if sample is None else self._named(sample, {})
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
         edges, sent = _edges(self.layers, self.cut)
+        self.homes = [rank for rank, part in self._placed() for _ in part]  # of the layers
+        self.driver, self.peers = self._take_part(backend, mesh, timeout)
+        self.tied = self._settle(init)
         places = [self.devices[rank] for rank in self.schedule.placement]  # by stage
-        self.tied = self._settle(places)
         stages = [
             Stage(
                 self.layers,
@@ -137,9 +143,8 @@ class Pipeline:
         ]
         modes = _recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
+        self.has_agreed = False  # with other processes, that all are about to do the same
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
-        self.homes = [rank for rank, part in self._placed() for _ in part]
-        self.driver, self.peers = self._take_part(backend, mesh, timeout)
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there.
@@ -176,6 +181,11 @@ class Pipeline:
         copy of it and of its gradients must fit in memory.
         """
         inputs, target, named = detached((inputs, target, named))
+        if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
+            raise ModelError(
+                "the model was built on the meta device, but verify needs the whole of it here: "
+                "build it on the CPU, with fewer or smaller layers"
+            )
         self.peers.share_state(self.layers.modules, self.homes)
         plain = self.layers.copy()
         expected = self._training_step(*detached((inputs, target, named)))
@@ -213,7 +223,10 @@ class Pipeline:
         own = {everywhere[p]: _norm(p.grad) for p in self._counted() if p.grad is not None}
         norms = self.peers.norms(own, len(everywhere))
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils does
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor.to(parameter.device))
         return total
 
     @contextmanager
@@ -232,6 +245,30 @@ class Pipeline:
     def close(self) -> None:
         """End the threads; a pipeline that is garbage collected ends them as well."""
         self.driver.close()
+
+    def _signature(self, step: Step) -> dict[str, str]:
+        """What all ranks must have in common, in few words."""
+        shapes = [
+            (layer.name, name, tuple(tensor.shape), str(tensor.dtype))
+            for layer in self.layers
+            for name, tensor in layer.module.named_parameters()
+        ]
+        batch = {
+            name: [
+                tuple(tensor.shape) for part in step.inputs for tensor in trees.tensors(part[name])
+            ]
+            for name in sorted(step.inputs[0])
+        }
+        return {
+            "num_microbatches": str(self.schedule.num_microbatches),
+            "schedule": f"{self.schedule.name!r} ({_digest(self.schedule.actions)})",
+            "model": f"{len(self.layers)} layers ({_digest(shapes)})",
+            "balance": str([len(part) for part in self.cut]),
+            "recompute": str(list(self.executor.recompute)),
+            "seed": f"{self.seed}, step {self.num_steps}",
+            "batch": str(batch),
+            "torch": torch.__version__,
+        }
 
     def _placed(self) -> list[tuple[int, range]]:
         """For each stage its rank and layers."""
@@ -264,13 +301,15 @@ class Pipeline:
         found = dict.fromkeys(p for layer in layers for p in layer.module.parameters())
         self.peers.reduce(p for p in found if p.requires_grad and p not in tied)
 
-    def _settle(self, places: list[torch.device | None]) -> TiedWeights:
-        """Layers move to the devices of their stages."""
-        here = {n: place for place, part in zip(places, self.cut, strict=True) for n in part}
-        for number, place in here.items():
-            if place is not None:
-                self.layers.layers[number].module.to(place)
-        return TiedWeights.of(self.layers, here)
+    def _settle(self, init: Init | None) -> TiedWeights:
+        """Layers get weights, if they have none, and move to the devices of their ranks."""
+        places = {number: self.devices[home] for number, home in enumerate(self.homes)}
+        here = [number for number, home in enumerate(self.homes) if self.peers.has(home)]
+        materialise(self.layers, here, places.__getitem__, self.seed, init)
+        for number in here:
+            if places[number] is not None:
+                self.layers.layers[number].module.to(places[number])
+        return TiedWeights.of(self.layers, {number: places[number] for number in here})
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
         pieces = self._pieces(inputs, named, target)
@@ -289,6 +328,9 @@ class Pipeline:
 
     def _run(self, step: Step) -> None:
         statistics = [stage.statistics for stage in self.executor.stages]
+        if not self.has_agreed:
+            self.peers.agree(self._signature(step))
+            self.has_agreed = True
         has_backward = step.purpose in (Purpose.TRAIN, Purpose.DRAIN)
         self.tied.refresh()
         if has_backward:
@@ -376,6 +418,11 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         )
         if tensor.requires_grad
     ]
+
+
+def _digest(value: object) -> str:
+    """A few letters that differ if anything does."""
+    return blake2b(repr(value).encode(), digest_size=4).hexdigest()
 
 
 def _norm(gradient: Tensor) -> Tensor:

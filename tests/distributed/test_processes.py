@@ -15,6 +15,14 @@ def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> Non
         assert "14 schedules equal" in ended.output
 
 
+@pytest.mark.parametrize("names", ["dp,pp", "pp,tp"])
+def test_replicas_and_tensor_parallelism_train_to_the_same_numbers(names: str) -> None:
+    """To rounding: sums over replicas, and over parts of a product, have an order of their own."""
+    for ended in launch("mesh", 4, names):
+        assert ended.code == 0, ended.output
+        assert "equal but for rounding" in ended.output
+
+
 def test_a_layer_that_raises_ends_every_rank_with_one_error() -> None:
     ends = launch("failing", 3, "raise")
     for ended in ends:
@@ -42,3 +50,31 @@ def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands() -> No
         assert "rank 1 at " in ended.output
         assert "silent for" in ended.output
     assert ends[1].code == -signal.SIGKILL  # it never woke up
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("model", "model: rank 0 has 3 layers"),
+        ("schedule", "schedule: rank 0 has '1f1b'"),
+        (
+            "batch",
+            "batch: rank 0 has {'x': [(2, 4), (2, 4)]}, but rank 1 has {'x': [(3, 4), (2, 4)]}",
+        ),
+        ("world", "num_ranks is 3, but there are 2 processes: use as many"),
+    ],
+)
+def test_ranks_that_are_not_about_to_do_the_same_say_so(what: str, message: str) -> None:
+    for ended in launch("disagreeing", 2, what, timeout=60.0):
+        assert ended.code == 1
+        assert message in ended.output
+
+
+def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
+    assert "can't allocate memory" in launch("large", 1, "1")[0].output
+    outputs = []
+    for ended in launch("large", 2, "2"):
+        assert ended.code == 0, ended.output
+        outputs.append(ended.output)
+    assert outputs[0] == outputs[1]
+    assert "trained" in outputs[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stageline.errors import ModelError
 from stageline.runtime import wire
 from stageline.runtime.executor import Moment, Step
 from stageline.runtime.mesh import Place
@@ -45,6 +46,9 @@ class Peers(Protocol):
 
     def has(self, rank: int) -> bool:
         """Whether this rank is in this process."""
+
+    def agree(self, signature: Mapping[str, str]) -> None:
+        """Raise on every rank if they are not about to do the same."""
 
     def total(self, count: float) -> float:
         """What counts in all replicas together."""
@@ -84,6 +88,9 @@ class Alone:
 
     def has(self, rank: int) -> bool:  # noqa: ARG002  whichever it is
         return True
+
+    def agree(self, signature: Mapping[str, str]) -> None:
+        pass
 
     def total(self, count: float) -> float:
         return count
@@ -133,6 +140,18 @@ class Group:
 
     def has(self, rank: int) -> bool:
         return rank == self.rank
+
+    def agree(self, signature: Mapping[str, str]) -> None:
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, dict(signature), self.group)
+        for what, here in found[0].items():
+            others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
+            if others:
+                rank, there = next(iter(others.items()))
+                raise ModelError(
+                    f"{what}: rank 0 has {here}, but rank {rank} has {there}: all ranks make the "
+                    "same calls with the same arguments"
+                )
 
     def total(self, count: float) -> float:
         if self.place.replicas is None:
@@ -216,7 +235,9 @@ class Group:
             if len({homes[number] for number, _ in uses}) > 1:
                 for number, double in uses:
                     forms = [Form.of(double)]
-                    double.grad = self._broadcast([double.grad], forms, homes[number])[0]
+                    gradient = self._broadcast([double.grad], forms, homes[number])[0]
+                    if not double.is_meta:  # it is used here as well
+                        double.grad = gradient
 
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:
         for module, home in zip(modules, homes, strict=True):

@@ -99,11 +99,10 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
 
 def _fake(tree: Any) -> Any:
     """Called inside of a FakeTensorMode, where new tensors have no data."""
-    return pytree.tree_map(
-        lambda item: (
-            torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
-            if isinstance(item, Tensor)
-            else item
-        ),
-        tree,
-    )
+    return pytree.tree_map(lambda item: _empty(item) if isinstance(item, Tensor) else item, tree)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """One on the meta device belongs to a layer that is elsewhere, where it is not."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
