@@ -179,6 +179,25 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A Python script; what follows is for it.")],
+    ranks: Ranks = 2,
+    max_restarts: Annotated[int, typer.Option(help="Start all again if one fails.")] = 0,
+) -> None:
+    """Run a script as several processes on this machine: torchrun, on loopback only.
+
+    [dim]stageline run --ranks 4 train.py --lr 0.1[/dim]
+
+    The script calls torch.distributed.init_process_group(), and is the same that torchrun starts
+    on many machines.
+    """
+    from stageline.launch import launch  # noqa: PLC0415  imports torch
+
+    launch(script, context.args, ranks, max_restarts)
+
+
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Argument(help="Where its files go.")] = Path("demo"),
