@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -246,6 +247,18 @@ class Pipeline:
         """End the threads; a pipeline that is garbage collected ends them as well."""
         self.driver.close()
 
+    def _mistrust_if_drawn(self, before: Tensor) -> None:
+        """A layer that drew nothing when it was watched may begin to; then all are watched."""
+        if not torch.equal(torch.get_rng_state(), before):
+            for stage in self.executor.stages:
+                stage.silent.trusts = False
+            warnings.warn(
+                "random numbers were drawn from torch's own generator during a step, by a layer "
+                "that drew none before, or by another thread of yours: in this step they depend on "
+                "timing; from now on all layers are watched, and theirs do not",
+                stacklevel=4,
+            )
+
     def _signature(self, step: Step) -> dict[str, str]:
         """What all ranks must have in common, in few words."""
         shapes = [
@@ -335,8 +348,10 @@ class Pipeline:
         self.tied.refresh()
         if has_backward:
             self.peers.begin(self.parameters())
+        before = torch.get_rng_state()
         try:
             self.driver.run(self.executor, step)
+            self._mistrust_if_drawn(before)
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()

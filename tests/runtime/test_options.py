@@ -333,3 +333,42 @@ def test_a_closed_pipeline_says_so() -> None:
     pipe.close()
     with pytest.raises(ModelError, match="the pipeline is closed"):
         pipe.step(torch.randn(4, 6), torch.randn(4, 3))
+
+
+class Noisy(nn.Module):
+    """Draws from a certain step on, without a module of torch's that would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.chance = nn.Linear(6, 6), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return nn.functional.dropout(y, self.chance) if self.chance else y
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_layer_that_begins_to_draw_is_told_and_watched_from_then_on(backend: str) -> None:
+    noisy = Noisy()
+    model = nn.Sequential(noisy, nn.Tanh(), nn.Linear(6, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend)
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    pipe.step(*batch)
+    noisy.chance = 0.5
+    with pytest.warns(UserWarning, match="drawn from torch's own generator during a step"):
+        pipe.step(*batch)
+    pipe.verify(*batch)  # and without a word
+    pipe.step(*batch)
+    pipe.close()
+
+
+def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
+    model = nn.Sequential(Block(0.0), Block(0.0), nn.Linear(6, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4)
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    pipe.step(*batch)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.5
+    pipe.verify(*batch)
+    pipe.close()

@@ -8,8 +8,7 @@ the layer's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from functools import cache
 from hashlib import blake2b
 from threading import Lock
@@ -42,18 +41,14 @@ class Key(NamedTuple):
     layer: str
 
 
-def drawing(key: Key) -> AbstractContextManager[Any]:
+def drawing(key: Key) -> Drawing:
     """Within it, all that is random draws from a generator of this key's own."""
-    return _Drawing(key)
+    return Drawing(key)
 
 
 def may_draw(module: nn.Module) -> bool:
-    """False only for modules of torch.nn that are known to be deterministic, or that say so.
-
-    Watching costs about 8 µs an operator, as much as a small operator itself. A module of your own
-    that never draws may promise it with a class attribute `draws = False`.
-    """
-    return any(_may_draw_itself(part) for part in module.modules())
+    """False only for modules of torch.nn that are known to be deterministic."""
+    return any(not is_of_torch(part) or _is_random(part) for part in module.modules())
 
 
 def is_of_torch(module: nn.Module) -> bool:
@@ -61,25 +56,47 @@ def is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _may_draw_itself(module: nn.Module) -> bool:
-    if not is_of_torch(module):
-        return bool(getattr(module, "draws", True))
-    chance = getattr(module, "dropout", 0.0)
-    random_kinds = (
-        dropout._DropoutNd,  # noqa: SLF001  the base of all dropouts
-        nn.RReLU,
-        nn.FractionalMaxPool2d,
-        nn.FractionalMaxPool3d,
-    )
-    return isinstance(module, random_kinds) or (isinstance(chance, float) and chance > 0)
+def _is_random(module: nn.Module) -> bool:
+    kinds = (dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # noqa: SLF001  the base of all dropouts
+    return isinstance(module, kinds) or isinstance(getattr(module, "dropout", None), float)
 
 
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """State: a generator for each device that was drawn on."""
+class Silent:
+    """Layers that were watched and drew nothing. State: what was seen of them.
+
+    Watching costs about 8 µs an operator, in Python, where ranks wait for each other. So a layer is
+    watched when it first runs, and again when it is switched to training, or a dropout in it is
+    given another chance. That some layer draws nevertheless shows in torch's own generator.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, trusts: bool) -> None:
+        self.parts = {m: [p for p in m.modules() if _is_random(p)] for m in modules}
+        self.never = {module for module in self.parts if not may_draw(module)}
+        self.seen: dict[tuple[nn.Module, object], bool] = {}  # whether it drew nothing
+        self.trusts = trusts
+
+    def is_silent(self, module: nn.Module) -> bool:
+        if module in self.never:
+            return True
+        return self.trusts and self.seen.get(self._key(module), False)
+
+    def note(self, module: nn.Module, *, drew: bool) -> None:
+        self.seen[self._key(module)] = not drew
+
+    def _key(self, module: nn.Module) -> tuple[nn.Module, object]:
+        chances = [
+            (part.training, getattr(part, "p", None), getattr(part, "dropout", None))
+            for part in self.parts[module]
+        ]
+        return module, (module.training, torch.is_grad_enabled(), tuple(chances))
+
+
+class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """State: a generator for each device that was drawn on, and whether any was."""
 
     def __init__(self, key: Key) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.key = key
+        self.key, self.drew = key, False
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(
@@ -90,8 +107,9 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_random(func) or kwargs.get("generator"):
+        if not _draws(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
+        self.drew = True
         generator = self._generator(_device(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):  # noqa: SLF001
             return func(*args, **kwargs | {"generator": generator})
@@ -104,7 +122,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 @cache
-def _is_random(func: Any) -> bool:
+def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

@@ -20,7 +20,7 @@ from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
 from stageline.runtime.in_place import InPlace, versions
 from stageline.runtime.offload import HostMemory, Parking
-from stageline.runtime.randomness import Key, drawing, may_draw
+from stageline.runtime.randomness import Key, Silent, drawing
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
 from stageline.runtime.tied import TiedWeights
 
@@ -95,7 +95,6 @@ class Bound(NamedTuple):
     outside: tuple[Value, ...]  # those that the loader or other stages bring
     writes: tuple[Value, ...]
     last_uses: tuple[Value, ...]  # of the stage's own values, that nobody reads after it
-    draws: bool  # it may use random numbers
     doubles: dict[str, Tensor] | None  # of weights that other layers use as well
 
 
@@ -128,6 +127,8 @@ class Stage:
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = Statistics.of(modules, batch_norm)
         self.in_place = InPlace(modules)
+        self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
+        self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
         self.at_work = ""  # the name of the layer that runs, for errors
 
     def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
@@ -244,11 +245,12 @@ class Stage:
         brought = {value: entered.pop((bound.number, value)) for value in bound.outside}
         before = [pair for tree in brought.values() for pair in versions(tree)]
         given = [brought[v] if v in brought else written[v] for v in bound.sources]
-        if bound.draws:
-            with drawing(Key(this.seed, this.step, this.first + this.microbatch, name)):
-                result = _call(bound, given)
-        else:
+        if self.silent.is_silent(module):
             result = _call(bound, given)
+        else:
+            with drawing(Key(this.seed, this.step, this.first + this.microbatch, name)) as watched:
+                result = _call(bound, given)
+            self.silent.note(module, drew=watched.drew)
         if before:
             self.in_place.look(name, module, before)
         results = result if len(bound.writes) > 1 else (result,)
@@ -257,8 +259,14 @@ class Stage:
     def _loss(self, this: Pass, written: dict[Value, Any]) -> Tensor:
         assert this.target is not None  # this is the last stage
         self.at_work = LOSS
-        with drawing(Key(this.seed, this.step, this.first + this.microbatch, LOSS)):
-            return this.target.loss(written[self.layers.output], self.device)
+        output = written[self.layers.output]
+        if self.silent.trusts and this.target.loss_fn in self.silent_losses:
+            return this.target.loss(output, self.device)
+        with drawing(Key(this.seed, this.step, this.first + this.microbatch, LOSS)) as watched:
+            loss = this.target.loss(output, self.device)
+        if not watched.drew:
+            self.silent_losses.add(this.target.loss_fn)
+        return loss
 
 
 def _last_uses(
@@ -291,7 +299,6 @@ def _bound(
         tuple(dict.fromkeys(value for value in sources if value.writer not in stage)),
         tuple(Value(number, name) for name in layer.writes),
         last_uses,
-        may_draw(layer.module),
         tied.by_layer.get(number),
     )
 

@@ -25,8 +25,6 @@ class Occupy(nn.Module):
     torch.Size([2, 1])
     """
 
-    draws = False  # no random numbers, so that nobody need watch
-
     def __init__(self, forward: float, input_grad: float, weight_grad: float) -> None:
         super().__init__()
         self.seconds = forward, input_grad, weight_grad
