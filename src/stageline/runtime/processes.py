@@ -31,7 +31,7 @@ from stageline.runtime.executor import Executor, Message, Step
 from stageline.runtime.mailbox import Lost, Mailbox, Stopped
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
-from stageline.runtime.watch import Watch
+from stageline.runtime.watch import NO_ANSWER, Watch
 from stageline.schedules.action import Action, Kind
 
 SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
@@ -195,7 +195,8 @@ class Processes:
         limit: float,
         reduce: Callable[[int], None],
     ) -> None:
-        self.group, self.device, self.limit, self.reduce = place.pipeline, device, limit, reduce
+        self.place, self.group = place, place.pipeline
+        self.device, self.limit, self.reduce = device, limit, reduce
         self.rank = dist.get_rank(self.group)
         self.mailbox = Mailbox(limit)
         self.lines: dict[int, Line] = {}  # by the rank that they come from
@@ -223,7 +224,7 @@ class Processes:
         except StopIteration:
             self.at = f"the end of step {step.number}"
         except Stopped:
-            raise self._failed(self.watch.failure or "the rendezvous' store is gone") from None
+            raise self._failed(self.watch.failure or NO_ANSWER) from None
         except Lost as lost:
             raise self._failed(self._loss_of(lost)) from None
         except Empty:
@@ -233,15 +234,10 @@ class Processes:
             raise self._failed(told) from error
 
     def _failed(self, text: str) -> StageError:
-        """Hang up on everyone, so that no thread of theirs or ours goes on waiting.
-
-        Nothing ends gloo's waiting for a message but a wait that is over: that closes the line.
-        """
-        for line in self.lines.values():
-            with suppress(RuntimeError):  # it is over, or the line was closed before
-                nothing = dist.irecv(torch.empty(1), line.peer, self.group, HANG_UP)
-                assert nothing is not None  # this process is of the group
-                nothing.wait(timedelta(milliseconds=1))
+        """Hang up on everyone, so that no thread of theirs or ours goes on waiting."""
+        for group in (self.place.pipeline, self.place.everyone, self.place.replicas):
+            if group is not None:
+                hang_up(group)
         self.close()
         return StageError(text)
 
@@ -249,13 +245,13 @@ class Processes:
         """Who failed first, if it says so in time."""
         return self.watch.wait_for_failure(GRACE) or self.watch.tell(
             f"rank {lost.rank} is gone: its connection broke while rank {self.rank} was at "
-            f"{self.at}\n  {self._positions()}\n  {lost}"
+            f"{self.at}{self._positions()}\n  {lost}"
         )
 
     def _overdue(self, need: Action) -> str:
         return self.watch.tell(
-            f"rank {self.rank} has waited {self.limit:g} s for {need}, longer than it should\n"
-            f"  {self._positions()}"
+            f"rank {self.rank} has waited {self.limit:g} s for {need}, longer than it should"
+            f"{self._positions()}"
         )
 
     def _positions(self) -> str:
@@ -264,7 +260,7 @@ class Processes:
         for where, ago in self.watch.positions().values():
             silence = f" (silent for {ago:.0f} s)" if ago > SILENCE else ""
             parts.append(f"{where}{silence}")
-        return ", ".join(parts)
+        return f"\n  {', '.join(parts)}" if parts else ""
 
     def _where(self, name: str) -> str:
         return f"{name} at {self.at or 'its start'}"
@@ -321,6 +317,19 @@ class Network:
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close all lines of a group of our own.
+
+    Nothing ends gloo's waiting for a message but a wait that is over: that closes the line.
+    """
+    for peer in dist.get_process_group_ranks(group):
+        if peer != dist.get_rank():
+            with suppress(RuntimeError):  # it is over, or the line was closed before
+                nothing = dist.irecv(torch.empty(1), peer, group, HANG_UP)
+                assert nothing is not None  # this process is of the group
+                nothing.wait(timedelta(milliseconds=1))
 
 
 def store_for(place: Place) -> dist.distributed_c10d.Store:

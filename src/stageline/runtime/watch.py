@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 from time import time
+from typing import TypeVar
 
 import torch.distributed as dist
 
 FAILURE = "failure"
 PAUSE = 0.25  # seconds between two looks
+ANSWER = 2.0  # seconds that the store has for an answer, once something is wrong
+NO_ANSWER = "the rendezvous' store does not answer: is the network down?"
+Answer = TypeVar("Answer")
 
 
 class Watch:
@@ -37,8 +42,11 @@ class Watch:
 
     def tell(self, failure: str) -> str:
         """All ranks raise what was told first, also those that fail because of it."""
-        told = self.store.compare_set(FAILURE, "", failure)
-        self.failure = told.decode()
+
+        def ask() -> str:
+            return self.store.compare_set(FAILURE, "", failure).decode()
+
+        self.failure = _within(ANSWER, ask) or f"{failure}\n  {NO_ANSWER}"
         return self.failure
 
     def wait_for_failure(self, seconds: float) -> str | None:
@@ -50,6 +58,9 @@ class Watch:
 
     def positions(self) -> dict[int, tuple[str, float]]:
         """Where each rank was last, and how many seconds ago it said so."""
+        return _within(ANSWER, self._positions) or {}
+
+    def _positions(self) -> dict[int, tuple[str, float]]:
         found = {}
         for rank in range(self.num_ranks):
             key = _at(rank)
@@ -60,7 +71,7 @@ class Watch:
 
     def close(self) -> None:
         self.is_over.set()
-        self.thread.join()
+        self.thread.join(ANSWER)
 
     def _look(self) -> None:
         while not self.is_over.wait(PAUSE):
@@ -72,6 +83,20 @@ class Watch:
             except RuntimeError:  # the store's own process has ended
                 self.stop()
                 return
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
+    """None if there is no answer in time: a network that is down does not say so."""
+    answers: list[Answer] = []
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    asking = Thread(target=wait, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
 
 
 def _at(rank: int) -> str:
