@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.arguments import check_function, check_size
-from stageline.errors import BatchError, ModelError, ScheduleError
+from stageline.errors import BatchError, ModelError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.report.timeline import Timeline
@@ -30,21 +30,22 @@ from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
 from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.offload import host_memory
+from stageline.runtime.options import (
+    ACCUMULATE,
+    BACKENDS,
+    check_choice,
+    edges_of,
+    recompute_modes,
+    schedule_of,
+)
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
 from stageline.runtime.peers import Alone, Group, Loss, Peers, local
 from stageline.runtime.processes import Processes
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.tied import TiedWeights
-from stageline.schedules.action import Action, Kind
-from stageline.schedules.build import build_schedule
-from stageline.schedules.check import check
-from stageline.schedules.edges import Edge
 from stageline.schedules.lower import lower
 from stageline.schedules.schedule import Schedule
 
-RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
-ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
-BACKENDS = ("threads", "serial", "processes")
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -109,22 +110,22 @@ class Pipeline:
     ) -> None:
         check_size("num_ranks", num_ranks)
         check_size("num_microbatches", num_microbatches)
-        _check_choice("batch_norm", batch_norm, BATCH_NORM)
-        _check_choice("accumulate", accumulate, ACCUMULATE)
+        check_choice("batch_norm", batch_norm, BATCH_NORM)
+        check_choice("accumulate", accumulate, ACCUMULATE)
         in_group = mesh is not None or distributed.is_initialized()
         backend = backend or ("processes" if in_group else "threads")
-        _check_choice("backend", backend, BACKENDS)
+        check_choice("backend", backend, BACKENDS)
         check_function("loss_fn", loss_fn)
         check_function("count_fn", count_fn or loss_fn)
         self.layers, self.loss_fn, self.count_fn = LayerSequence.of(model), loss_fn, count_fn
         self.model = model if isinstance(model, nn.Module) else self.layers.modules
         self.batch_norm, self.accumulate = batch_norm, accumulate
         self.seed, self.num_steps = seed, 0
-        self.schedule = _schedule(schedule, num_ranks, num_microbatches)
+        self.schedule = schedule_of(schedule, num_ranks, num_microbatches)
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else self._named(sample, {})
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
-        edges, sent = _edges(self.layers, self.cut)
+        edges, sent = edges_of(self.layers, self.cut)
         self.homes = [rank for rank, part in self._placed() for _ in part]  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.tied = self._settle(init)
@@ -142,7 +143,7 @@ class Pipeline:
             )
             for stage, (numbers, device) in enumerate(zip(self.cut, places, strict=True))
         ]
-        modes = _recompute_modes(recompute, len(stages))
+        modes = recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
         self.has_agreed = False  # with other processes, that all are about to do the same
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
@@ -444,65 +445,3 @@ def _norm(gradient: Tensor) -> Tensor:
     norm = gradient.norm()
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ModelError(f"{name} is {value!r}, but takes {' or '.join(map(repr, choices))}")
-
-
-def _schedule(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
-    if isinstance(schedule, str):
-        return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    check(schedule)
-    sizes = (schedule.num_ranks, schedule.num_microbatches)
-    if sizes != (num_ranks, num_microbatches):
-        raise ScheduleError(
-            f"the schedule is for {sizes[0]} ranks and {sizes[1]} micro-batches, but the pipeline "
-            f"for {num_ranks} and {num_microbatches}: use the same"
-        )
-    _check_ascending(schedule)
-    return schedule
-
-
-def _check_ascending(schedule: Schedule) -> None:
-    """The sum of gradients depends on its order in the last bits, so there is one order for all."""
-    latest: dict[tuple[int, bool], Action] = {}
-    for row in schedule.actions:
-        for action in row:
-            if action.kind is not Kind.F:
-                sort = (action.stage, action.kind is Kind.W)  # weights that I cannot leave to W too
-                before = latest.setdefault(sort, action)
-                if before.microbatch > action.microbatch:
-                    raise ScheduleError(
-                        f"{before} comes before {action}, but gradients are added in ascending "
-                        "order of micro-batches in every schedule: swap them"
-                    )
-                latest[sort] = action
-
-
-def _recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    modes = (recompute,) * num_stages if isinstance(recompute, str) else _tuple(recompute)
-    if len(modes) != num_stages or not set(modes) <= set(RECOMPUTE):
-        raise ModelError(
-            f"recompute is {recompute!r}, but {num_stages} stages take one of "
-            f"{', '.join(map(repr, RECOMPUTE))}, or one for each stage"
-        )
-    return modes
-
-
-def _tuple(values: object) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, Iterable) else (values,)
-
-
-def _edges(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:
-    """Which stage reads from which, and for each stage the values that others read."""
-    home = {number: stage for stage, numbers in enumerate(cuts) for number in numbers}
-    edges: dict[Edge, None] = {}
-    sent: list[set[Value]] = [set() for _ in cuts]
-    for number, values in enumerate(layers.sources):
-        for value in values:
-            if value.writer != INPUT and home[value.writer] != home[number]:
-                edges[home[value.writer], home[number]] = None
-                sent[home[value.writer]].add(value)
-    return list(edges), sent

@@ -1,0 +1,80 @@
+"""What a pipeline is told, checked and put into the form that the runtime works with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stageline.errors import ModelError, ScheduleError
+from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.build import build_schedule
+from stageline.schedules.check import check
+from stageline.schedules.edges import Edge
+from stageline.schedules.schedule import Schedule
+
+RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
+ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
+BACKENDS = ("threads", "serial", "processes")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ModelError(f"{name} is {value!r}, but takes {' or '.join(map(repr, choices))}")
+
+
+def schedule_of(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    if isinstance(schedule, str):
+        return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check(schedule)
+    sizes = (schedule.num_ranks, schedule.num_microbatches)
+    if sizes != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"the schedule is for {sizes[0]} ranks and {sizes[1]} micro-batches, but the pipeline "
+            f"for {num_ranks} and {num_microbatches}: use the same"
+        )
+    _check_ascending(schedule)
+    return schedule
+
+
+def _check_ascending(schedule: Schedule) -> None:
+    """The sum of gradients depends on its order in the last bits, so there is one order for all."""
+    latest: dict[tuple[int, bool], Action] = {}
+    for row in schedule.actions:
+        for action in row:
+            if action.kind is not Kind.F:
+                sort = (action.stage, action.kind is Kind.W)  # weights that I cannot leave to W too
+                before = latest.setdefault(sort, action)
+                if before.microbatch > action.microbatch:
+                    raise ScheduleError(
+                        f"{before} comes before {action}, but gradients are added in ascending "
+                        "order of micro-batches in every schedule: swap them"
+                    )
+                latest[sort] = action
+
+
+def recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    modes = (recompute,) * num_stages if isinstance(recompute, str) else _tuple(recompute)
+    if len(modes) != num_stages or not set(modes) <= set(RECOMPUTE):
+        raise ModelError(
+            f"recompute is {recompute!r}, but {num_stages} stages take one of "
+            f"{', '.join(map(repr, RECOMPUTE))}, or one for each stage"
+        )
+    return modes
+
+
+def _tuple(values: object) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, Iterable) else (values,)
+
+
+def edges_of(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:
+    """Which stage reads from which, and for each stage the values that others read."""
+    home = {number: stage for stage, numbers in enumerate(cuts) for number in numbers}
+    edges: dict[Edge, None] = {}
+    sent: list[set[Value]] = [set() for _ in cuts]
+    for number, values in enumerate(layers.sources):
+        for value in values:
+            if value.writer != INPUT and home[value.writer] != home[number]:
+                edges[home[value.writer], home[number]] = None
+                sent[home[value.writer]].add(value)
+    return list(edges), sent
