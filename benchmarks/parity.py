@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 import stageline as sl
-from stageline.pipeline import RECOMPUTE
+from stageline.runtime.options import RECOMPUTE
 from stageline.zoo.cases import (
     CASES,
     NUM_MICROBATCHES,

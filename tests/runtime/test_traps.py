@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
-from stageline.pipeline import RECOMPUTE, Pipeline
+from stageline.pipeline import Pipeline
+from stageline.runtime.options import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.zoo.emulated import Occupy
 
