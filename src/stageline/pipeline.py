@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.arguments import check_function, check_size
-from stageline.errors import BatchError, ModelError
+from stageline.errors import BatchError, ModelError, ParityError
 from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.report.timeline import Timeline
@@ -156,6 +156,7 @@ class Pipeline:
         step = self._training_step(inputs, target, named)
         self._run(step)
         self.num_steps += 1
+        self.peers.share_input_gradients(step)
         self._pass_back(step)
         return StepResult(self.peers.losses(step))
 
@@ -196,7 +197,9 @@ class Pipeline:
             step = self._training_step(inputs, target, named)
             self._run(step)
             cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
-            compare(self.layers, plain, step.losses, expected.losses, cut)
+            found = compare(self.layers, plain, step.losses, expected.losses, cut)
+        if difference := self.peers.verdict(found):
+            raise ParityError(difference)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers; with several processes, those of this one."""
@@ -281,6 +284,7 @@ class Pipeline:
             "recompute": str(list(self.executor.recompute)),
             "seed": f"{self.seed}, step {self.num_steps}",
             "batch": str(batch),
+            "data": _digest([_numbers(part) for part in (*step.inputs, *step.targets)]),
             "torch": torch.__version__,
         }
 
@@ -323,7 +327,9 @@ class Pipeline:
         for number in here:
             if places[number] is not None:
                 self.layers.layers[number].module.to(places[number])
-        return TiedWeights.of(self.layers, {number: places[number] for number in here})
+        tied = TiedWeights.of(self.layers, {number: places[number] for number in here})
+        self.peers.share_weights(tied, self.homes)
+        return tied
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
         pieces = self._pieces(inputs, named, target)
@@ -389,6 +395,7 @@ class Pipeline:
                 for row in zip(*columns, strict=True)
             ]
             self._run(step)
+            self.peers.share_input_gradients(step)
             return [gradient for _, gradient in _wanted(step)]
 
         inputs = [t for part in step.inputs for t in trees.tensors(part) if t.requires_grad]
@@ -414,6 +421,11 @@ class Pipeline:
         names = {v.name for row in self.layers.sources for v in row if v.writer == INPUT}
         is_named = isinstance(inputs, dict) and names - named.keys() != {CHAIN}
         found = {**(inputs if is_named else {CHAIN: inputs}), **named}
+        if unknown := sorted(named.keys() - names):
+            raise BatchError(
+                f"inputs are given by the names {', '.join(unknown)}, but layers read "
+                f"{', '.join(sorted(names))}: name them in a layer's reads, or leave them away"
+            )
         if missing := sorted(names - found.keys()):
             raise BatchError(
                 f"inputs have {', '.join(map(str, found))}, but layers read {', '.join(missing)} "
@@ -439,6 +451,13 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
 def _digest(value: object) -> str:
     """A few letters that differ if anything does."""
     return blake2b(repr(value).encode(), digest_size=4).hexdigest()
+
+
+def _numbers(tree: Any) -> list[bytes]:
+    """What is in the tensors of a micro-batch, or of its target."""
+    tree = tree.target if isinstance(tree, Target) else tree
+    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in trees.tensors(tree))
+    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
 
 
 def _norm(gradient: Tensor) -> Tensor:

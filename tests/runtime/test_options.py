@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from stageline.errors import ModelError, StageError
+from stageline.errors import BatchError, ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.model.split import cut
 from stageline.pipeline import Pipeline
@@ -371,4 +371,62 @@ def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
         if isinstance(part, nn.Dropout):
             part.p = 0.5
     pipe.verify(*batch)
+    pipe.close()
+
+
+class Again(nn.Module):
+    """One weight, used again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_autocast_on_threads_casts_weights_as_a_plain_loop_does(schedule: str) -> None:
+    model = nn.Sequential(*(Again() for _ in range(4)), nn.Linear(16, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=4, num_microbatches=8, schedule=schedule)
+    batch = torch.randn(32, 16), torch.randn(32, 3)
+    for _ in range(5):
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.verify(*batch)
+    pipe.close()
+
+
+def test_gradients_of_gradients_through_an_output_are_refused() -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
+    x = torch.randn(4, 6, requires_grad=True)
+    with pytest.raises(ModelError, match="gradients of gradients were asked for"):
+        torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
+    pipe.close()
+
+
+def test_an_input_that_no_layer_reads_is_refused() -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
+    with pytest.raises(BatchError, match="by the names mask, but layers read x"):
+        pipe.step(torch.randn(4, 6), torch.randn(4, 3), mask=torch.ones(4, 6))
+    pipe.close()
+
+
+def test_a_layer_that_writes_two_values_returns_two() -> None:
+    model = [Layer("both", nn.Linear(6, 6), writes=("x", "y")), Layer("next", nn.Linear(6, 3))]
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2)
+    with pytest.raises(StageError, match="layer 'both' returned one value, but writes x, y"):
+        pipe.step(torch.randn(4, 6), torch.randn(4, 3))
+    with pytest.raises(ModelError, match="layer 'a' writes 'memory', but this has to be a tuple"):
+        Layer("a", nn.Linear(6, 6), writes="memory")  # type: ignore[arg-type]
+    pipe.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_evaluation_works_in_inference_mode(backend: str) -> None:
+    pipe = Pipeline(blocks(lambda m: m), mse_loss, num_ranks=2, num_microbatches=2, backend=backend)
+    with torch.inference_mode():
+        output = pipe(torch.randn(4, 6))
+    assert output.shape == (4, 6)
     pipe.close()

@@ -22,7 +22,7 @@ def forward_flops(layers: LayerSequence, inputs: Mapping[str, Any]) -> list[int]
             result, flops = _run(layer, [values[value] for value in layers.sources[number]])
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return None  # its shapes depend on data, or it has its own device in mind
-        results = result if len(layer.writes) > 1 else (result,)
+        results = layer.written(result)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
         counts.append(flops)
     return counts

@@ -36,6 +36,27 @@ class Layer:
     reads: tuple[str, ...] = (CHAIN,)
     writes: tuple[str, ...] = (CHAIN,)
 
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {"reads": self.reads, "writes": self.writes}
+        for what, names in given.items():
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ModelError(
+                    f"layer {self.name!r} {what} {names!r}, but this has to be a tuple of names, "
+                    "such as ('x',)"
+                )
+
+    def written(self, result: Any) -> tuple[Any, ...]:
+        """What it returned, as a value for each name that it writes."""
+        if len(self.writes) == 1:
+            return (result,)
+        if not isinstance(result, tuple | list) or len(result) != len(self.writes):
+            found = f"{len(result)} values" if isinstance(result, tuple | list) else "one value"
+            raise ModelError(
+                f"layer {self.name!r} returned {found}, but writes {', '.join(self.writes)}: "
+                "return a tuple with one for each"
+            )
+        return tuple(result)
+
 
 class Value(NamedTuple):
     """A value by who wrote it: the number of a layer, or INPUT, and its name there."""

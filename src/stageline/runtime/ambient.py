@@ -32,7 +32,8 @@ class Ambient:
         if torch.is_grad_enabled() != grad:
             around.enter_context(torch.set_grad_enabled(grad))
         for kind, dtype in self.autocast:
-            around.enter_context(torch.autocast(kind, dtype))
+            # its cache of casts is one for all threads, and each that leaves clears it
+            around.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
         for kind in DEVICE_TYPES:
             if torch.is_autocast_enabled(kind) and kind not in dict(self.autocast):
                 around.enter_context(torch.autocast(kind, enabled=False))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageline.errors import ModelError
+
 Drain = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
@@ -31,4 +33,9 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "gradients of gradients were asked for through a pipeline's output, but it has "
+                "none: take them of a plain model, or leave create_graph=True away"
+            )
         return None, None, None, *ctx.drain(gradients)

@@ -43,7 +43,8 @@ class InPlace:
 
 def versions(tree: Any) -> list[tuple[Tensor, int]]:
     """The tensors of a tree as they are before a call."""
-    return [(tensor, tensor._version) for tensor in trees.tensors(tree)]  # noqa: SLF001
+    tensors = (tensor for tensor in trees.tensors(tree) if not tensor.is_inference())
+    return [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001
 
 
 def leaves_alone(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError
-from stageline.runtime import wire
+from stageline.runtime import trees, wire
 from stageline.runtime.executor import Moment, Step
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape
@@ -80,6 +80,15 @@ class Peers(Protocol):
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:
         """Parameters and buffers of all layers, from the ranks that hold them."""
 
+    def share_weights(self, tied: TiedWeights, homes: Sequence[int]) -> None:
+        """Weights that layers on several ranks use are those of the first such rank."""
+
+    def share_input_gradients(self, step: Step) -> None:
+        """What made the inputs is on all ranks, and so are their gradients."""
+
+    def verdict(self, own: str | None) -> str | None:
+        """The first rank's that has something to say."""
+
 
 class Alone:
     """All ranks are here."""
@@ -122,6 +131,15 @@ class Alone:
 
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:
         pass
+
+    def share_weights(self, tied: TiedWeights, homes: Sequence[int]) -> None:
+        pass
+
+    def share_input_gradients(self, step: Step) -> None:
+        pass
+
+    def verdict(self, own: str | None) -> str | None:
+        return own
 
 
 class Group:
@@ -209,11 +227,12 @@ class Group:
 
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:
         """Every number is that of one rank, plus zeros, which change no bit."""
-        table = torch.zeros(2, count)
+        table = torch.zeros(2, count, dtype=torch.float64)
         for number, norm in own.items():
             table[0, number], table[1, number] = norm, 1.0
         dist.all_reduce(table, group=self.group)
-        return [norm for norm, is_there in zip(*table, strict=True) if is_there]
+        kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
+        return [norm.to(kind) for norm, is_there in zip(*table, strict=True) if is_there]
 
     def output(self, made: Any) -> Any:
         shapes: list[Any] = [Shape.of(made) if self.rank == self.last else None]
@@ -246,6 +265,28 @@ class Group:
             for tensor, found in zip(tensors, self._broadcast(tensors, forms, home), strict=True):
                 if home != self.rank and found is not None:
                     tensor.data.copy_(found.detach())
+
+    def share_weights(self, tied: TiedWeights, homes: Sequence[int]) -> None:
+        for weight, uses in tied.by_weight:
+            ranks = [homes[number] for number, _ in uses]
+            if len(set(ranks)) > 1:
+                found = self._broadcast([weight], [Form.of(weight)], ranks[0])[0]
+                if not weight.is_meta and found is not None:
+                    weight.data.copy_(found)
+
+    def share_input_gradients(self, step: Step) -> None:
+        if any(t.requires_grad for part in step.inputs for t in trees.tensors(part)):
+            found: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(found, step.input_gradients, self.group)
+            step.input_gradients = {}
+            for each in found:
+                for key, readers in each.items():
+                    step.input_gradients.setdefault(key, []).extend(readers)
+
+    def verdict(self, own: str | None) -> str | None:
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, own, self.group)
+        return next((text for text in found if text is not None), None)
 
     def _broadcast(
         self, tensors: Sequence[Tensor | None], forms: Sequence[Form], source: int

@@ -9,10 +9,11 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.errors import StageError
+from stageline.errors import ModelError, StageError
 from stageline.model.layers import LayerSequence, Value
 from stageline.runtime import wire
 from stageline.runtime.devices import current
@@ -185,6 +186,17 @@ def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape
     return tuple(found)
 
 
+@dataclass
+class Standing:
+    """Where a rank is, for others to see."""
+
+    name: str
+    where: str = "its start"
+
+    def words(self) -> str:
+        return f"{self.name} at {self.where}"
+
+
 class Processes:
     """A driver for the one rank of this process. State: its lines to others, and the watch."""
 
@@ -202,27 +214,34 @@ class Processes:
         self.lines: dict[int, Line] = {}  # by the rank that they come from
         self.outgoing = Outgoing(self.group, self.mailbox)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by the signature of a micro-batch
-        self.at = ""  # where this rank stands, for others
         name = (
             f"rank {self.rank}"
             if place.num_replicas == 1
             else (f"rank {self.rank} of replica {place.replica}")
         )
+        self.at = Standing(name)
         number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
-        where = partial(self._where, name)
-        self.watch = Watch(store_for(place), number, count, where, self.mailbox.close)
+        self.watch = Watch(store_for(place), number, count, self.at.words, self.mailbox.close)
+        # also when it is garbage collected, and before the interpreter goes: no thread may be
+        # inside of torch then
+        self.end = weakref.finalize(self, _end, self.watch, self.outgoing, self.lines)
 
     def run(self, executor: Executor, step: Step) -> None:
+        if not self.end.alive:
+            raise ModelError(
+                "the pipeline is closed, by close() or because a rank failed: build another, or "
+                "start again from a checkpoint"
+            )
         transport = Network(self, executor, step)
         run = executor.run(self.rank, step, transport)
         try:
             with current(self.device):
                 need = next(run)
                 while True:
-                    self.at = f"{step.now[self.rank]} of step {step.number}"
+                    self.at.where = f"{step.now[self.rank]} of step {step.number}"
                     need = run.send(self.mailbox.take(need))
         except StopIteration:
-            self.at = f"the end of step {step.number}"
+            self.at.where = f"the end of step {step.number}"
         except Stopped:
             raise self._failed(self.watch.failure or NO_ANSWER) from None
         except Lost as lost:
@@ -245,7 +264,7 @@ class Processes:
         """Who failed first, if it says so in time."""
         return self.watch.wait_for_failure(GRACE) or self.watch.tell(
             f"rank {lost.rank} is gone: its connection broke while rank {self.rank} was at "
-            f"{self.at}{self._positions()}\n  {lost}"
+            f"{self.at.where}{self._positions()}\n  {lost}"
         )
 
     def _overdue(self, need: Action) -> str:
@@ -261,9 +280,6 @@ class Processes:
             silence = f" (silent for {ago:.0f} s)" if ago > SILENCE else ""
             parts.append(f"{where}{silence}")
         return f"\n  {', '.join(parts)}" if parts else ""
-
-    def _where(self, name: str) -> str:
-        return f"{name} at {self.at or 'its start'}"
 
     def layout(self, executor: Executor, send: Action, step: Step) -> Layout:
         """What a message holds."""
@@ -289,11 +305,15 @@ class Processes:
         return self.shapes[signature]
 
     def close(self) -> None:
-        self.watch.close()
-        self.outgoing.close()
-        for line in self.lines.values():
-            line.close()
-        self.lines.clear()
+        self.end()
+
+
+def _end(watch: Watch, outgoing: Outgoing, lines: dict[int, Line]) -> None:
+    watch.close()
+    outgoing.close()
+    for line in lines.values():
+        line.close()
+    lines.clear()
 
 
 class Network:

@@ -80,7 +80,7 @@ def value_shapes(
                 result = _fake_copy(layer)(*given)
             except Exception:  # whatever it is, it will be told where it matters
                 return found
-            results = result if len(layer.writes) > 1 else (result,)
+            results = layer.written(result)
             for name, written in zip(layer.writes, results, strict=True):
                 values[Value(number, name)] = written
                 found[Value(number, name)] = Shape.of(written)

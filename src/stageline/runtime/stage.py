@@ -253,8 +253,7 @@ class Stage:
             self.silent.note(module, drew=watched.drew)
         if before:
             self.in_place.look(name, module, before)
-        results = result if len(bound.writes) > 1 else (result,)
-        written.update(zip(bound.writes, results, strict=True))
+        written.update(zip(bound.writes, bound.layer.written(result), strict=True))
 
     def _loss(self, this: Pass, written: dict[Value, Any]) -> Tensor:
         assert this.target is not None  # this is the last stage
