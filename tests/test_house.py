@@ -16,7 +16,7 @@ import stageline
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
-    *("model", "runtime", "pipeline", "verification", "zoo", "demo", "cli"),
+    *("model", "runtime", "pipeline", "checkpoint", "verification", "launch", "zoo", "demo", "cli"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
@@ -52,6 +52,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
     assert sorted(stageline.__all__) == [
         "Action",
         "BatchError",
+        "CheckpointError",
         "Costs",
         "CostsError",
         "Kind",
@@ -71,7 +72,11 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "Timeline",
         "build_schedule",
         "check",
+        "export",
+        "latest",
+        "load",
         "lower",
+        "save",
         "schedule_names",
         "search_schedule",
         "simulate",

@@ -11,9 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stageline.checkpoint.export import export as export
+    from stageline.checkpoint.folder import latest as latest
+    from stageline.checkpoint.load import load as load
+    from stageline.checkpoint.save import save as save
     from stageline.costs import Costs as Costs
     from stageline.costs import Link as Link
     from stageline.errors import BatchError as BatchError
+    from stageline.errors import CheckpointError as CheckpointError
     from stageline.errors import CostsError as CostsError
     from stageline.errors import ModelError as ModelError
     from stageline.errors import ParityError as ParityError
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Action": "schedules.action",
     "BatchError": "errors",
+    "CheckpointError": "errors",
     "Costs": "costs",
     "CostsError": "errors",
     "Kind": "schedules.action",
@@ -59,7 +65,11 @@ _HOMES = {
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",
+    "export": "checkpoint.export",
+    "latest": "checkpoint.folder",
+    "load": "checkpoint.load",
     "lower": "schedules.lower",
+    "save": "checkpoint.save",
     "schedule_names": "schedules.build",
     "search_schedule": "schedules.search.search",
     "simulate": "simulation.simulate",

@@ -6,6 +6,7 @@
     ├── ReportError (ValueError)     a picture in a format that there is none for
     ├── ModelError (ValueError)      a model that cannot be seen as layers, or cut into stages
     ├── BatchError (ValueError)      inputs and targets that cannot be cut into micro-batches
+    ├── CheckpointError (ValueError) a checkpoint that cannot be written, or does not fit
     ├── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
     └── ParityError (RuntimeError)   a pipeline whose numbers are not those of a plain loop
 
@@ -35,6 +36,10 @@ class ModelError(StagelineError, ValueError):
 
 class BatchError(StagelineError, ValueError):
     """A mini-batch that cannot be cut into micro-batches."""
+
+
+class CheckpointError(StagelineError, ValueError):
+    """A checkpoint that is not there, not whole, not of this model, or could not be written."""
 
 
 class StageError(StagelineError, RuntimeError):

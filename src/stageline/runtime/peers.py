@@ -6,7 +6,10 @@ process; all of them make the same calls in the same order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +27,7 @@ from stageline.runtime.tied import TiedWeights
 LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+LAST_WORDS = 5.0  # seconds in which losses that nobody has read may still arrive
 BUCKET = 25 * 2**20  # bytes that are summed at once
 
 
@@ -151,6 +155,8 @@ class Group:
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
         self.flying: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self.telling: list[Any] = []  # losses on their way; they must have arrived before the end
+        weakref.finalize(self, _arrive, self.telling)
 
     @property
     def replica(self) -> int:
@@ -213,6 +219,7 @@ class Group:
                 facts = (float(loss), step.targets[i].weight, 1 + LOSS_TYPES.index(loss.dtype))
                 table[:, self.place.replica, i] = torch.tensor(facts, dtype=torch.float64)
         work = dist.all_reduce(table, group=self.place.everyone, async_op=True)
+        self.telling[:] = [other for other in self.telling if not other.is_completed()] + [work]
 
         def fetch() -> list[Loss]:
             work.wait()
@@ -302,6 +309,14 @@ class Group:
 
 def _empty(forms: Sequence[Form]) -> Tensor:
     return torch.empty(wire.num_bytes(forms), dtype=torch.uint8)
+
+
+def _arrive(telling: list[Any]) -> None:
+    """A process that ends in the middle of a reduction aborts, whatever it has achieved."""
+    for work in telling:
+        with suppress(RuntimeError):  # the others are gone
+            work.wait(timedelta(seconds=LAST_WORDS))
+    telling.clear()
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

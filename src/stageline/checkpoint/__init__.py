@@ -1,0 +1,9 @@
+"""Training written down and taken up again, on any number of ranks.
+
+desk        who takes part: processes that agree or fail together, one save at a time
+storage     tensors in safetensors files
+contents    what a process holds, under the names of the user's model, and the rest as JSON
+folder      checkpoints in a folder: complete or not there, the newest, how many are kept
+fit         whether a checkpoint fits a pipeline
+save, load, export
+"""

@@ -1,0 +1,193 @@
+"""What a checkpoint holds: tensors by name, and the rest as JSON.
+
+    model.<layer>.<name>                parameters and buffers
+    optimizer.<layer>.<name>.<state>    what the optimizer keeps for a parameter, such as exp_avg
+    random.cpu                          torch's own generator; Stageline's randomness is two numbers
+
+A tensor that several layers use has one name, its first, and one writer, the rank that holds that
+layer. Every process has the names of all tensors, so nobody needs to ask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stageline.errors import CheckpointError
+from stageline.pipeline import Pipeline
+
+MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.cpu"
+FORMAT = 1
+NOT_OPTIONS = ("params", "param_names")  # of a parameter group
+
+
+class Place(NamedTuple):
+    """A parameter or buffer where a layer uses it."""
+
+    name: str  # the first that it has in the model
+    own_name: str  # the one that it has here
+    tensor: Tensor
+    layer: str
+    rank: int  # of the layer
+
+
+class Options(NamedTuple):
+    """What a group of parameters is trained with."""
+
+    kind: str  # of optimizer
+    values: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is no tensor."""
+
+    step: int
+    data: Any
+    num_steps: int
+    seed: int
+    num_tensors: int
+    groups: tuple[Options, ...]  # none: no optimizer was saved
+    values: Mapping[str, Mapping[str, Any]]  # what the optimizer keeps that is no tensor, by name
+
+    def to_json(self, number: int) -> str:
+        """`number` counts the checkpoints of a folder in the order in which they were saved."""
+        groups = [group._asdict() for group in self.groups]
+        fields = asdict(self) | {"groups": groups}
+        return json.dumps({"stageline_checkpoint": FORMAT, "number": number} | fields, indent=1)
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Record:
+        names = ("step", "data", "num_steps", "seed", "num_tensors", "values")
+        groups = (Options(g["kind"], g["values"], tuple(g["names"])) for g in fields["groups"])
+        return Record(groups=tuple(groups), **{name: fields[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process has to save."""
+
+    tensors: Mapping[str, Tensor]
+    groups: tuple[Options, ...]
+    values: Mapping[str, Mapping[str, Any]]
+
+
+def places(pipe: Pipeline) -> Iterator[Place]:
+    """Of all layers, those of other processes too, in their order."""
+    first: dict[Tensor, str] = {}
+    for layer, rank in zip(pipe.layers, pipe.homes, strict=True):
+        for name, tensor in layer.module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"layer {layer.name!r} has {name!r} in its state, a {type(tensor).__name__}, "
+                    "but a checkpoint holds tensors: make it a buffer, or save it with `data`"
+                )
+            here = f"{layer.name}.{name}"
+            yield Place(first.setdefault(tensor, here), here, tensor, layer.name, rank)
+
+
+def used_here(pipe: Pipeline) -> dict[str, Tensor]:
+    """By name, what the layers of this process use."""
+    return {place.name: place.tensor for place in places(pipe) if pipe.peers.has(place.rank)}
+
+
+def part_of(pipe: Pipeline, optimizer: Optimizer | None) -> Part:
+    """What this process has to save: what it is the first to use, if it is of the first replica.
+
+    Of processes that hold the same, the writing lets one write it.
+    """
+    writers: dict[str, int] = {}
+    names: dict[Tensor, str] = {}
+    for place in places(pipe):
+        writers.setdefault(place.name, place.rank)
+        names[place.tensor] = place.name
+    is_writer = [
+        pipe.peers.replica == 0 and pipe.peers.has(rank) for rank in range(pipe.schedule.num_ranks)
+    ]
+    own = {tensor: name for tensor, name in names.items() if is_writer[writers[name]]}
+    tensors = {f"{MODEL}{name}": tensor for tensor, name in own.items()}
+    if is_writer[0]:
+        tensors[RANDOM] = torch.get_rng_state()
+    if optimizer is None:
+        return Part(tensors, (), {})
+    check_parameters(optimizer, names)
+    kept = {own[p]: state for p, state in optimizer.state.items() if p in own}
+    values: dict[str, dict[str, Any]] = {}
+    for name, state in kept.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}.{_state_name(key, value)}"] = value
+            else:
+                values.setdefault(name, {})[_state_name(key, value)] = value
+    return Part(tensors, tuple(_groups(optimizer, own)), values)
+
+
+def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                    "pipeline does not have: make the optimizer from pipe.parameters()"
+                )
+
+
+def merged(groups: Sequence[Options]) -> tuple[Options, ...]:
+    """Those of all ranks; what has the same options is one group."""
+    names: dict[str, list[str]] = {}
+    same: dict[str, Options] = {}
+    for group in groups:
+        key = json.dumps([group.kind, group.values])
+        names.setdefault(key, []).extend(group.names)
+        same.setdefault(key, group)
+    return tuple(
+        same[key]._replace(names=tuple(dict.fromkeys(found)))
+        for key, found in names.items()
+        if found
+    )
+
+
+def json_value(name: str, value: Any) -> Any:
+    """The value, if it is one that JSON has."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} cannot be saved: {error}; it has to be numbers, text, None, and lists and "
+            "dicts of them"
+        ) from None
+
+
+def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[Options]:
+    for group in optimizer.param_groups:
+        values = {
+            key: json_value(f"the optimizer's option {key!r}", _number(value))
+            for key, value in group.items()
+            if key not in NOT_OPTIONS
+        }
+        own = tuple(names[p] for p in group["params"] if p in names)
+        yield Options(type(optimizer).__name__, values, own)
+
+
+def _number(value: Any) -> Any:
+    """A rate may be a tensor, so that compiled optimizers can follow it."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _state_name(key: object, value: object) -> str:
+    """A state's name, if it and the value are such that a checkpoint can hold them."""
+    is_name = isinstance(key, str) and "." not in key
+    if not is_name or not isinstance(value, Tensor | int | float | str | None):
+        raise CheckpointError(
+            f"the optimizer keeps {key!r}, a {type(value).__name__}, for a parameter, but a "
+            "checkpoint holds tensors, numbers and text under plain names: save the model without "
+            "the optimizer"
+        )
+    return str(key)

@@ -1,0 +1,100 @@
+"""Who takes part in a pipeline's checkpoints: processes that agree or fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from stageline.errors import CheckpointError
+from stageline.pipeline import Pipeline
+from stageline.runtime.peers import Group
+
+T = TypeVar("T")
+
+
+class Saving:
+    """A save under way."""
+
+    def __init__(self, write: Callable[[], Path], *, in_background: bool) -> None:
+        self.result: Future[Path] = Future()
+        self.is_told = False  # how it ended
+        if in_background:  # not a daemon: the end of the program waits for it
+            Thread(target=self._run, args=(write,), name="stageline-save").start()
+        else:
+            self._run(write)
+
+    def wait(self) -> Path:
+        """The checkpoint, when it is complete; raises what went wrong."""
+        self.is_told = True
+        return self.result.result()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self.result.set_result(write())
+        except BaseException as error:
+            self.result.set_exception(error)
+
+
+class Desk:
+    """Of one pipeline. State: the save under way, and a process group that only it uses.
+
+    Several threads must not share a group: their collectives would be taken for each other's.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.saving: Saving | None = None
+        self.group: dist.ProcessGroup | None = None
+        if isinstance(pipe.peers, Group):
+            ranks = dist.get_process_group_ranks(pipe.peers.place.everyone)
+            self.group = dist.new_group(ranks, backend="gloo")  # what is told are objects
+        self.is_first = self.group is None or dist.get_rank(self.group) == 0
+
+    def settle(self) -> None:
+        """Wait for the save under way; if it failed and nobody was told, raise that."""
+        saving, self.saving = self.saving, None
+        if saving is not None and not saving.is_told:
+            saving.wait()
+
+    def everywhere(self, value: T) -> list[T]:
+        """By process, what each of them has."""
+        if self.group is None:
+            return [value]
+        found: list[T] = [value] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+    def agreed(self, act: Callable[[], T]) -> T:
+        """What this process makes of it; if one of them fails, all do."""
+        try:
+            result = act()
+        except Exception as error:
+            self.everywhere(str(error) or type(error).__name__)
+            raise
+        for rank, text in enumerate(self.everywhere("")):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}")
+        return result
+
+    def by_first(self, act: Callable[[], T]) -> T:
+        """What the first process makes of it, in every process."""
+        result = self.agreed(lambda: act() if self.is_first else None)
+        found = self.everywhere(result)[0]
+        assert found is not None
+        return found
+
+
+def desk_of(pipe: Pipeline) -> Desk:
+    """Made when it is first asked for, which all ranks do in the same place."""
+    if pipe not in _DESKS:
+        _DESKS[pipe] = Desk(pipe)
+    return _DESKS[pipe]
+
+
+# Belongs to the pipelines, and goes with them.
+_DESKS: WeakKeyDictionary[Pipeline, Desk] = WeakKeyDictionary()

@@ -1,0 +1,207 @@
+"""Saves or loads in a group of processes, and holds what follows to a run that never stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import AdamW
+
+import stageline as sl
+
+UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
+
+
+class Head(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def model(width: int = 8) -> nn.Sequential:
+    """Tied weights on the first and the last rank, dropout, and statistics with a counter."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, width)
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.LayerNorm(width))
+        for _ in range(3)
+    ]
+    return nn.Sequential(embedding, *blocks, nn.BatchNorm1d(5), Head(embedding))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def pipeline(made: nn.Module, num_ranks: int, **options: Any) -> tuple[sl.Pipeline, AdamW | None]:
+    pipe = sl.Pipeline(made, loss, num_ranks=num_ranks, num_microbatches=4, **options)
+    has_weights = any(True for _ in pipe.parameters())
+    return pipe, AdamW(pipe.parameters(), 1e-2) if has_weights else None
+
+
+def train(pipe: sl.Pipeline, optimizer: AdamW | None, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        result = pipe.step(*torch.randint(0, 11, (2, 9, 5), generator=generator))
+        assert result.loss > 0  # also waits for it, so that none is on its way at the end
+        pipe.clip_grad_norm_(0.5)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def tensors(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Tensor]:
+    """What this process has, with the optimizer's moments by the names of their parameters."""
+    found = {name: whole(tensor).clone() for name, tensor in pipe.state_dict().items()}
+    for layer in pipe.layers:
+        for name, parameter in layer.module.named_parameters():
+            state = optimizer.state.get(parameter, {}) if optimizer else {}
+            for key, tensor in state.items():
+                found[f"{layer.name}.{name} {key}"] = whole(tensor).clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def unstopped(num_steps: int) -> dict[str, Tensor]:
+    pipe, optimizer = pipeline(model(), 1, backend="serial")
+    train(pipe, optimizer, range(num_steps))
+    return tensors(pipe, optimizer)
+
+
+def save(folder: Path) -> None:
+    """On four ranks, in the background of training; then failures, and the model for others."""
+    pipe, optimizer = pipeline(model(), 4, balance=UNEVEN)
+    train(pipe, optimizer, range(3))
+    saving = sl.save(folder, pipe, optimizer, step=3, data={"seen": 27}, wait=False)
+    train(pipe, optimizer, range(3, 8))
+    assert saving.wait() == folder / "step-00000003"
+    assert_same(tensors(pipe, optimizer), unstopped(8))
+    sl.export(folder / "model.safetensors", pipe)
+
+    with full_disk(dist.get_rank() == 2), refused("rank 2: ", "No space left on device"):
+        sl.save(folder, pipe, optimizer, step=8)
+    with refused("list" if dist.get_rank() == 0 else "rank 0: the optimizer keeps 'history'"):
+        odd = odd_optimizer(pipe) if dist.get_rank() == 0 else optimizer
+        sl.save(folder, pipe, odd, step=8)
+    wide, other = pipeline(model(width=6), 4)
+    before = tensors(wide, other)
+    with refused("0.weight is float32 (11, 8) instead of float32 (11, 6)"):
+        sl.load(folder, wide, other)
+    assert_same(tensors(wide, other), before)
+    wide.close()
+    pipe.close()
+
+
+def odd_optimizer(pipe: sl.Pipeline) -> AdamW:
+    odd = AdamW(pipe.parameters())
+    odd.state[next(pipe.parameters())]["history"] = []
+    return odd
+
+
+@contextmanager
+def full_disk(is_full: bool) -> Iterator[None]:
+    def write_data(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = HuggingFaceStorageWriter.write_data
+    if is_full:
+        HuggingFaceStorageWriter.write_data = write_data  # type: ignore[assignment,method-assign]
+    yield
+    HuggingFaceStorageWriter.write_data = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def refused(*texts: str) -> Iterator[None]:
+    with pytest.raises(sl.CheckpointError) as told:
+        yield
+    assert all(text in str(told.value) for text in texts), told.value
+
+
+def load(folder: Path) -> None:
+    """On as many ranks as there are, with a model that has weights and with one that has none."""
+    num_ranks = dist.get_world_size()
+    wanted = unstopped(8)
+    with torch.device("meta"):
+        empty = model()
+    for made, options in ((model(), {}), (empty, {"init": lambda _: None})):
+        pipe, optimizer = pipeline(made, num_ranks, seed=9, **options)
+        assert sl.load(folder, pipe, optimizer) == (3, {"seen": 27})
+        train(pipe, optimizer, range(3, 8))
+        assert_same(tensors(pipe, optimizer), wanted)
+        sl.export(folder / f"model-{num_ranks}.safetensors", pipe)
+        pipe.close()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.down(torch.relu(self.up(x)))
+        return x + added
+
+
+def mlps() -> nn.Sequential:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 8)
+    return nn.Sequential(embedding, Mlp(), Mlp(), Head(embedding))
+
+
+def mesh(folder: Path) -> None:
+    """With two replicas, and with weights that two processes hold in halves, both ways."""
+    for name in ("dp", "tp"):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", name))
+        made = mlps()
+        if name == "tp":
+            for block in (made[1], made[2]):
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, grid["tp"], plan)
+        pipe, optimizer = pipeline(made, 2, mesh=grid)
+        train(pipe, optimizer, range(2))
+        wanted = tensors(pipe, optimizer)
+        sl.save(folder / name, pipe, optimizer, step=2)
+        sl.export(folder / f"{name}.safetensors", pipe)
+        train(pipe, optimizer, range(2, 3))
+        sl.load(folder / name, pipe, optimizer)
+        assert_same(tensors(pipe, optimizer), wanted)
+        alone, other = pipeline(mlps(), 3, backend="serial")
+        sl.load(folder / name, alone, other)
+        assert_same(wanted, tensors(alone, other))
+        pipe.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for task in sys.argv[2:]:
+        {"save": save, "load": load, "mesh": mesh}[task](folder)
+        print(f"{task} is done")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
