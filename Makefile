@@ -13,7 +13,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2
 
 # Tables and pictures of benchmarks/, about a minute; nothing else should run meanwhile.
 bench: $(VENV)/installed-dev

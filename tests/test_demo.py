@@ -60,6 +60,7 @@ def test_what_the_checkpoint_holds_writes_the_sample(
     assert written in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.usefixtures("short")
 def test_ctrl_c_ends_the_training_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

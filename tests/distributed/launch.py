@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+AFTERMATH = 8.0  # seconds in which all have to end, once one has failed
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -48,7 +49,12 @@ def launch(
                     start_new_session=True,
                 )
             )
-        return [_ended(process, start, timeout) for process in processes]
+        ends = []
+        for process in processes:
+            ends.append(_ended(process, start, timeout))
+            if ends[-1].code:  # the others should soon follow
+                timeout = min(timeout, ends[-1].seconds + AFTERMATH)
+        return ends
     finally:
         for process in processes:
             if process.poll() is None:

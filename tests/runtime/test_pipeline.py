@@ -393,6 +393,7 @@ class Interrupting(nn.Module):
         return x * 1.0
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 def test_an_interrupt_reaches_the_caller_once_and_the_next_step_works(backend: str) -> None:
     interrupting = Interrupting()
