@@ -24,6 +24,7 @@ from stageline.errors import BatchError, ModelError, ScheduleError, StageError, 
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.runtime.options import RECOMPUTE
+from stageline.schedules.action import Kind
 from stageline.schedules.build import schedule_names
 from stageline.zoo.emulated import Occupy
 
@@ -413,7 +414,9 @@ def left_behind(pipe: Pipeline, alive: Alive) -> set[tuple[str, int]]:
     found: set[tuple[str, int]] = set()
     for stage in pipe.cut:
         layers = [pipe.layers.layers[number] for number in stage]
-        names = {layer.name for layer in layers}
+        # what the stage sends on is held by the next one until that one's own W
+        is_split = any(action.kind is Kind.W for row in pipe.schedule.actions for action in row)
+        names = {layer.name for layer in (layers[:-1] if is_split else layers)}
         for weight in (weight for layer in layers for weight in layer.module.parameters()):
             microbatches = iter(range(4))
 
