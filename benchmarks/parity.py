@@ -10,7 +10,6 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -19,8 +18,11 @@ from rich.progress import track
 import stageline as sl
 from stageline.runtime.options import RECOMPUTE
 from stageline.zoo.cases import (
+    BACKENDS,
     CASES,
     NUM_MICROBATCHES,
+    RANKS,
+    Combination,
     Trained,
     differences,
     make_case,
@@ -28,21 +30,7 @@ from stageline.zoo.cases import (
     plainly,
 )
 
-BACKENDS = ("serial", "threads")  # those that need no launcher
-RANKS = (1, 2, 3, 4)
 EVERY = 23  # for a sample; prime to the number of choices of each sort, so that all of them come up
-
-
-class Combination(NamedTuple):
-    model: str
-    schedule: str
-    backend: str
-    num_ranks: int
-    recompute: str
-
-    def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-        return f"{self.model}, {self.schedule}, {self.backend}, {ranks}, recompute {self.recompute}"
 
 
 def combinations() -> list[Combination]:

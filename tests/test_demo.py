@@ -12,10 +12,9 @@ from torch import Tensor
 
 from stageline import demo
 from stageline.costs import Costs
-from stageline.demo import median_costs, save_checkpoint
+from stageline.demo import median_costs
 from stageline.schedules.build import build_schedule
 from stageline.simulation.simulate import simulate
-from stageline.zoo.gpt import gpt
 from stageline.zoo.text import batch
 
 
@@ -36,23 +35,16 @@ def test_medians_of_timelines_predict_the_timeline_in_the_middle(schedule: str) 
     assert predicted.makespan == pytest.approx(timelines[2].makespan)
 
 
-def test_a_tied_weight_is_saved_once_under_its_first_name(tmp_path: Path) -> None:
-    layers = gpt(vocabulary=11, width=16, heads=2, blocks=1, context=8)
-    save_checkpoint(layers, tmp_path / "gpt.safetensors")
-    loaded, state = load_file(tmp_path / "gpt.safetensors"), layers.state_dict()
-    assert loaded.keys() == state.keys() - {"head.weight"}
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
-
-
 @pytest.mark.usefixtures("short")
 def test_what_the_checkpoint_holds_writes_the_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo.run(tmp_path, steps=2, ranks=4, schedule="1f1b")
     layers = demo.model()
-    state = layers.state_dict()
-    for name, tensor in load_file(tmp_path / "gpt.safetensors").items():
-        assert not torch.equal(state[name], tensor)  # it has learned
+    state, learned = layers.state_dict(), load_file(tmp_path / "gpt.safetensors")
+    assert learned.keys() == state.keys()
+    assert not any(torch.equal(state[name], tensor) for name, tensor in learned.items())
+    for name, tensor in learned.items():
         state[name].copy_(tensor)
     layers.modules.eval()
     written = "def " + "".join(demo.sample(layers))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,15 +110,13 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.alone
 def test_draw_answers_in_under_six_tenths_of_a_second() -> None:
     command = [str(Path(sys.executable).parent / "stageline"), "draw", "1f1b"]
 
     def seconds() -> float:
-        """Of computing: other tests run beside this one."""
-        before = os.times()
+        start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        after = os.times()
-        used = after.children_user + after.children_system
-        return used - before.children_user - before.children_system
+        return time.perf_counter() - start
 
     assert min(seconds() for _ in range(5)) < 0.6

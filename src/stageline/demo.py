@@ -21,9 +21,9 @@ from time import perf_counter
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from torch import Tensor
 
+from stageline.checkpoint.export import export
 from stageline.costs import Costs
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
@@ -71,7 +71,7 @@ def run(folder: Path, *, steps: int, ranks: int, schedule: str) -> list[Path]:
             pair = _predicted_and_measured(pipe.schedule, training.timelines)
             _show(console, pair, len(training.timelines))
             files[0].write_text(stacked(pair), encoding="utf-8")
-            save_checkpoint(pipe.layers, files[1])
+            export(files[1], pipe)
             files[2].write_text(_write(console, pipe.eval().layers), encoding="utf-8")
     return files
 
@@ -85,13 +85,6 @@ def sample(layers: LayerSequence) -> Iterator[str]:
     """What it writes after the prompt, piece by piece; layers should be in evaluation."""
     drawn = continued(layers, tokens(PROMPT).long(), context=CONTEXT, temperature=TEMPERATURE)
     return map(characters, islice(drawn, LENGTH))
-
-
-def save_checkpoint(layers: LayerSequence, path: Path) -> None:
-    """A tensor that has several names is saved once, under the first of them."""
-    state = layers.state_dict()
-    first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
-    save_file({name: state[name] for name in reversed(first.values())}, path)
 
 
 def median_costs(timelines: Sequence[Timeline]) -> Costs:

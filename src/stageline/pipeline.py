@@ -146,6 +146,7 @@ class Pipeline:
         modes = recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
         self.has_agreed = False  # with other processes, that all are about to do the same
+        self.desk: object = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ from stageline.pipeline import Pipeline
 from stageline.runtime.options import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.schedules.schedule import Schedule
-from stageline.zoo.cases import CASES, Case, Trained, differences, make_case, pipelined, plainly
-
-BACKENDS = ("serial", "threads")  # those that need no launcher
-RANKS = (1, 2, 3, 4)
-
-
-class Combination(NamedTuple):
-    model: str
-    schedule: str
-    backend: str
-    num_ranks: int
-    recompute: str
+from stageline.zoo.cases import (
+    BACKENDS,
+    CASES,
+    RANKS,
+    Case,
+    Combination,
+    Trained,
+    differences,
+    make_case,
+    pipelined,
+    plainly,
+)
 
 
 def pairs(row: Iterable[Hashable]) -> set[Any]:

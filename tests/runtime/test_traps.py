@@ -23,6 +23,7 @@ import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
+from stageline.runtime.drivers import Threads
 from stageline.runtime.options import RECOMPUTE
 from stageline.schedules.action import Kind
 from stageline.schedules.build import schedule_names
@@ -414,9 +415,11 @@ def left_behind(pipe: Pipeline, alive: Alive) -> set[tuple[str, int]]:
     found: set[tuple[str, int]] = set()
     for stage in pipe.cut:
         layers = [pipe.layers.layers[number] for number in stage]
-        # what the stage sends on is held by the next one until that one's own W
+        # what a stage sends on is held by the next one until its own W, which on another thread
+        # comes when it comes
         is_split = any(action.kind is Kind.W for row in pipe.schedule.actions for action in row)
-        names = {layer.name for layer in (layers[:-1] if is_split else layers)}
+        is_free = is_split and isinstance(pipe.driver, Threads)
+        names = {layer.name for layer in (layers[:-1] if is_free else layers)}
         for weight in (weight for layer in layers for weight in layer.module.parameters()):
             microbatches = iter(range(4))
 

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -91,10 +90,6 @@ class Desk:
 
 def desk_of(pipe: Pipeline) -> Desk:
     """Made when it is first asked for, which all ranks do in the same place."""
-    if pipe not in _DESKS:
-        _DESKS[pipe] = Desk(pipe)
-    return _DESKS[pipe]
-
-
-# Belongs to the pipelines, and goes with them.
-_DESKS: WeakKeyDictionary[Pipeline, Desk] = WeakKeyDictionary()
+    if not isinstance(pipe.desk, Desk):
+        pipe.desk = Desk(pipe)
+    return pipe.desk

@@ -137,9 +137,7 @@ def join(folder: Path, names: Iterable[Iterable[str]], path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for run in names:
-            tensors = {
-                name: torch.empty(found[name].shape, dtype=found[name].dtype) for name in run
-            }
+            tensors = {name: found[name].empty() for name in run}
             read(folder, dict(tensors))
             for name, tensor in tensors.items():
                 file.seek(8 + len(text) + starts[name])

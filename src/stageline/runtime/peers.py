@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape
 from stageline.runtime.tied import TiedWeights
 
+T = TypeVar("T")
 LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 LAST_WORDS = 5.0  # seconds in which losses that nobody has read may still arrive
 BUCKET = 25 * 2**20  # bytes that are summed at once
 
@@ -166,8 +165,7 @@ class Group:
         return rank == self.rank
 
     def agree(self, signature: Mapping[str, str]) -> None:
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, dict(signature), self.group)
+        found = self._gathered(dict(signature))
         for what, here in found[0].items():
             others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
             if others:
@@ -252,9 +250,7 @@ class Group:
         return pytree.tree_unflatten(again, shape.tree)
 
     def moments(self, own: Moments) -> Moments:
-        rows: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(rows, own.get(self.rank, []), self.group)
-        return dict(enumerate(rows))
+        return dict(enumerate(self._gathered(own.get(self.rank, []))))
 
     def share_tied(self, tied: TiedWeights, homes: Sequence[int]) -> None:
         for _, uses in tied.by_weight:
@@ -283,17 +279,20 @@ class Group:
 
     def share_input_gradients(self, step: Step) -> None:
         if any(t.requires_grad for part in step.inputs for t in trees.tensors(part)):
-            found: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(found, step.input_gradients, self.group)
+            found = self._gathered(step.input_gradients)
             step.input_gradients = {}
             for each in found:
                 for key, readers in each.items():
                     step.input_gradients.setdefault(key, []).extend(readers)
 
     def verdict(self, own: str | None) -> str | None:
-        found: list[Any] = [None] * dist.get_world_size(self.group)
+        return next((text for text in self._gathered(own) if text is not None), None)
+
+    def _gathered(self, own: T) -> list[T]:
+        """By rank, what each of them has."""
+        found = [own] * dist.get_world_size(self.group)
         dist.all_gather_object(found, own, self.group)
-        return next((text for text in found if text is not None), None)
+        return found
 
     def _broadcast(
         self, tensors: Sequence[Tensor | None], forms: Sequence[Form], source: int

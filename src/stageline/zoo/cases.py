@@ -26,6 +26,22 @@ from stageline.zoo.unet import unet
 NUM_MICROBATCHES = 8  # what the most demanding schedule needs on four ranks
 LENGTHS = (13, 9, 5, 16, 11)  # in samples, of each step's batch: with 5, micro-batches are left out
 SEED = 11
+BACKENDS = ("serial", "threads")  # those that need no launcher
+RANKS = (1, 2, 3, 4)
+
+
+class Combination(NamedTuple):
+    """One of all ways to train one of the models."""
+
+    model: str
+    schedule: str
+    backend: str
+    num_ranks: int
+    recompute: str
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return f"{self.model}, {self.schedule}, {self.backend}, {ranks}, recompute {self.recompute}"
 
 
 class Case(NamedTuple):

@@ -104,8 +104,6 @@ class Mlp(nn.Module):
 class Head(nn.Module):
     """Logits: how much each position's vector is like each token's."""
 
-    draws = False
-
     def __init__(self, tokens: nn.Embedding) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(tokens.embedding_dim)

@@ -18,17 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW
 
 import stageline as sl
+from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
-
-
-class Head(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
 
 
 def model(width: int = 8) -> nn.Sequential:
@@ -40,10 +32,6 @@ def model(width: int = 8) -> nn.Sequential:
         for _ in range(3)
     ]
     return nn.Sequential(embedding, *blocks, nn.BatchNorm1d(5), Head(embedding))
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def pipeline(made: nn.Module, num_ranks: int, **options: Any) -> tuple[sl.Pipeline, AdamW | None]:

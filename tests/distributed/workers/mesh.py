@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stageline as sl
+from stageline.zoo.gpt import Head
 
 
 class Mlp(nn.Module):
@@ -22,15 +23,6 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.dropout(self.down(torch.relu(self.up(x))))
         return x + added
-
-
-class Head(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
 
 
 def model(mesh: DeviceMesh | None = None) -> nn.Sequential:

@@ -9,15 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stageline as sl
-
-
-class Head(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
+from stageline.zoo.gpt import Head, loss
 
 
 def model() -> nn.Sequential:
@@ -26,10 +18,6 @@ def model() -> nn.Sequential:
     embedding = nn.Embedding(11, 8)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8)) for _ in range(3)]
     return nn.Sequential(embedding, *blocks, nn.BatchNorm1d(5), Head(embedding))
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
