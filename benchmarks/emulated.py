@@ -52,7 +52,7 @@ def ratios(row: Row, name: str, steps: int) -> list[float]:
         schedule=schedule,
     )
     simulated = sl.simulate(schedule, sl.Costs(time, time, time)).makespan
-    batch = torch.ones(num_microbatches, 1, requires_grad=True), torch.ones(num_microbatches, 1)
+    batch = torch.ones(num_microbatches, 1), torch.ones(num_microbatches, 1)
     taken = []
     for _ in range(steps + 1):
         start = perf_counter()

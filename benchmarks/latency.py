@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.runtime.executor import Message
-from stageline.runtime.mailbox import Mailbox
-from stageline.runtime.processes import Processes
+from stageline.runtime.processes import Incoming, Processes
 from stageline.schedules.action import Action
 from stageline.zoo.emulated import Occupy
 
@@ -27,8 +26,8 @@ LATENCY, FORWARD = 0.020, 0.010  # seconds
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
 
 
-class LateMailbox(Mailbox):
-    """Gives a message out only some time after it came."""
+class Late(Incoming):
+    """Gives a message out only some time after it was sent."""
 
     def take(self, send: Action) -> Message:
         message = super().take(send)
@@ -37,11 +36,10 @@ class LateMailbox(Mailbox):
 
 
 def slow_down(pipe: sl.Pipeline) -> None:
-    """Before its first step, when no line is open yet."""
+    """Before its first step, when no message is promised yet."""
     driver = pipe.driver
     assert isinstance(driver, Processes)
-    driver.mailbox = driver.outgoing.mailbox = LateMailbox(driver.limit)
-    driver.watch.stop = driver.mailbox.close
+    driver.incoming = Late(driver.group, driver.limit)
 
 
 def measured(schedule: sl.Schedule, *, is_slow: bool, steps: int = 3) -> float:
@@ -56,7 +54,7 @@ def measured(schedule: sl.Schedule, *, is_slow: bool, steps: int = 3) -> float:
     )
     if is_slow:
         slow_down(pipe)
-    batch = torch.ones(schedule.num_microbatches, 1, requires_grad=True)
+    batch = torch.ones(schedule.num_microbatches, 1)
     taken = []
     for _ in range(steps + 1):
         dist.barrier()

@@ -13,42 +13,27 @@ class Stopped(Exception):  # noqa: N818  no error of its own: another rank faile
     """Raised in a rank that waits for a message that will not come."""
 
 
-class Lost(Exception):  # noqa: N818  what it means is for others to say
-    """Raised in a rank whose connection to another broke."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank = rank
-
-
 class Mailbox:
     """What was sent to one rank and not yet taken. State: the queue, and what came out of turn.
 
     Each rank has its own, so that a message wakes the one thread that may wait for it.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
-        self.limit = limit  # seconds that a message may take; None: it cannot be lost on the way
-        self.queue: SimpleQueue[tuple[Action, Message] | Lost | None] = SimpleQueue()
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[Action, Message] | None] = SimpleQueue()
         self.early: dict[Action, Message] = {}
 
     def put(self, send: Action, message: Message) -> None:
         self.queue.put((send, message))
 
     def take(self, send: Action) -> Message:
-        """Wait for a message; raises `Stopped` once the mailbox is closed, `Lost`, or `Empty`."""
+        """Wait for a message; raises `Stopped` once the mailbox is closed."""
         while send not in self.early:
-            found = self.queue.get(timeout=self.limit)
+            found = self.queue.get()
             if found is None:
                 raise Stopped
-            if isinstance(found, Lost):
-                raise found
             self.early[found[0]] = found[1]
         return self.early.pop(send)
-
-    def lose(self, rank: int, reason: str) -> None:
-        """Wake the rank if it waits: from another one nothing more will come."""
-        self.queue.put(Lost(rank, reason))
 
     def close(self) -> None:
         """Wake the rank if it waits: nothing more will come."""

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError
 from stageline.runtime import trees, wire
+from stageline.runtime.clock import SHIFT
 from stageline.runtime.executor import Moment, Step
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape
@@ -250,7 +251,10 @@ class Group:
         return pytree.tree_unflatten(again, shape.tree)
 
     def moments(self, own: Moments) -> Moments:
-        return dict(enumerate(self._gathered(own.get(self.rank, []))))
+        found = self._gathered([_shifted(moment, SHIFT) for moment in own.get(self.rank, [])])
+        return {
+            rank: [_shifted(moment, -SHIFT) for moment in row] for rank, row in enumerate(found)
+        }
 
     def share_tied(self, tied: TiedWeights, homes: Sequence[int]) -> None:
         for _, uses in tied.by_weight:
@@ -298,16 +302,19 @@ class Group:
         self, tensors: Sequence[Tensor | None], forms: Sequence[Form], source: int
     ) -> list[Tensor | None]:
         is_here = source == self.rank
-        buffer = wire.pack(tensors, forms) if is_here else _empty(forms)
+        packing = wire.Packing.of(forms)
+        buffer = packing.pack(tensors) if is_here else packing.empty()
         dist.broadcast(buffer, self._global(source), self.group)
-        return [t if t is None else t.detach() for t in wire.unpack(buffer, forms)]
+        return [t if t is None else t.detach() for t in packing.unpack(buffer)[0]]
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
 
 
-def _empty(forms: Sequence[Form]) -> Tensor:
-    return torch.empty(wire.num_bytes(forms), dtype=torch.uint8)
+def _shifted(moment: Moment, by: float) -> Moment:
+    """To a clock that all processes have, and back; 0.0 for `sent` means that nothing was."""
+    action, asked, sent, start, end = moment
+    return Moment(action, asked + by, sent + by if sent else 0.0, start + by, end + by)
 
 
 def _arrive(telling: list[Any]) -> None:

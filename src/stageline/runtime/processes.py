@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from functools import cached_property, partial
+from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,25 +26,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.errors import ModelError, StageError
-from stageline.model.layers import LayerSequence, Value
+from stageline.model.layers import Value
 from stageline.runtime import wire
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import failure_text
 from stageline.runtime.executor import Executor, Message, Step
-from stageline.runtime.mailbox import Lost, Mailbox, Stopped
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
 from stageline.runtime.watch import NO_ANSWER, Watch
 from stageline.schedules.action import Action, Kind
 
 SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard four times a second
-# tags: of messages whose form both sides know, of all others, and of none
-KNOWN, UNKNOWN, HANG_UP = 0, 1, 2
+SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard twice a second
+UNKNOWN, HANG_UP = 0, 1  # tags of messages whose form only the sender knows, and of none
+SMALL = 2**20  # bytes of messages that may be held a little longer than they need
 GRACE = 3.0  # seconds in which a rank that failed can say why, after its connection broke
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """What one kind of message holds, in order."""
 
     is_forward: bool
@@ -50,15 +52,28 @@ class Layout(NamedTuple):
     readers: tuple[tuple[int, ...], ...]  # of gradients: for each value, the layers that read it
     shapes: tuple[Shape, ...] | None  # None: they depend on data
 
-    @property
-    def forms(self) -> list[Form]:
+    @cached_property
+    def packing(self) -> wire.Packing:
         assert self.shapes is not None
         if self.is_forward:
-            return wire.values_forms(self.shapes)
+            return wire.Packing.of(wire.values_forms(self.shapes))
         rows = zip(self.shapes, self.readers, strict=True)
-        return [_of_gradient(f) for shape, readers in rows for _ in readers for f in shape.forms]
+        return wire.Packing.of(
+            [_of_gradient(form) for shape, readers in rows for _ in readers for form in shape.forms]
+        )
+
+    @cached_property
+    def is_lone(self) -> bool:
+        """One tensor that is not in a tree, and has one reader: that is most messages."""
+        if self.shapes is None or len(self.shapes) != 1:
+            return False
+        is_tensor = self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
+        return is_tensor and all(len(row) == 1 for row in self.readers)
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
+        if self.is_lone:
+            content = contents[self.values[0]]
+            return [content] if self.is_forward else content[0][1]
         if self.is_forward:
             return list(wire.values_tensors(contents, self.values))
         found: list[Tensor | None] = []
@@ -69,6 +84,9 @@ class Layout(NamedTuple):
 
     def contents(self, tensors: Sequence[Tensor | None]) -> dict[Value, Any]:
         assert self.shapes is not None
+        if self.is_lone:
+            lone = tensors[0] if self.is_forward else [(self.readers[0][0], list(tensors))]
+            return {self.values[0]: lone}
         if self.is_forward:
             return wire.values_again(tensors, self.values, self.shapes)
         rest = iter(tensors)
@@ -78,99 +96,146 @@ class Layout(NamedTuple):
         }
 
 
+Way = tuple[int, Layout]  # to or from which rank a message goes, and what it holds
+
+
 def _of_gradient(form: Form) -> Form:
     """What has no gradient takes no room."""
     has_gradient = form.dtype.is_floating_point or form.dtype.is_complex
     return form if has_gradient else form._replace(shape=(0,), stride=(1,))
 
 
-class Line:
-    """Messages from one other rank, in the order in which it sends them.
+class Lost(Exception):  # noqa: N818  what it means is for others to say
+    """Raised in a rank that did not get what it needs from another."""
 
-    A receive whose form is known is posted at once; a thread of the line's own waits for it.
-    """
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, mailbox: Mailbox) -> None:
-        self.group, self.mailbox, self.number = group, mailbox, peer
-        self.peer = dist.get_global_rank(group, peer)
-        self.awaited: SimpleQueue[tuple[Action, Layout, Tensor | None, Any] | None] = SimpleQueue()
-        self.thread = Thread(target=self._wait, name=f"stageline-from-{peer}", daemon=True)
-        self.thread.start()
 
-    def expect(self, send: Action, layout: Layout) -> None:
+class Receive(NamedTuple):
+    """A message that was promised. If its form is known, a receive is posted for it."""
+
+    peer: int
+    layout: Layout
+    buffer: Tensor | None
+    work: Any
+
+
+class Incoming:
+    """Messages to this rank. State: those that were promised, and those that came out of turn."""
+
+    def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
+        self.group, self.limit = group, timedelta(seconds=limit)
+        self.promised: dict[Action, Receive] = {}
+        self.unknown: dict[int, deque[Action]] = {}  # by rank, in the order in which they come
+        self.early: dict[Action, Message] = {}
+
+    def expect(self, send: Action, peer: int, layout: Layout) -> None:
+        buffer = work = None
         if layout.shapes is None:
-            self.awaited.put((send, layout, None, None))
+            self.unknown.setdefault(peer, deque()).append(send)
         else:
-            buffer = torch.empty(wire.num_bytes(layout.forms), dtype=torch.uint8)
-            work = dist.irecv(buffer, self.peer, self.group, KNOWN)
-            self.awaited.put((send, layout, buffer, work))
+            buffer = layout.packing.empty()
+            work = self._posted(buffer, peer, layout.packing.tag)
+        self.promised[send] = Receive(peer, layout, buffer, work)
 
-    def close(self) -> None:
-        self.awaited.put(None)
-        self.thread.join()
+    def take(self, send: Action) -> Message:
+        """Wait for a message; raises `Lost` if it does not come."""
+        while send not in self.early:
+            receive = self.promised[send]
+            if receive.buffer is None:
+                self._take_unknown(receive.peer)
+            else:
+                del self.promised[send]
+                self._wait(receive.work, receive.peer)
+                return _message(receive.layout, receive.buffer)
+        return self.early.pop(send)
 
-    def _wait(self) -> None:
-        while (item := self.awaited.get()) is not None:
-            send, layout, buffer, work = item
-            try:
-                if buffer is None:
-                    layout, buffer = self._unknown(layout)
-                else:
-                    work.wait()
-            except RuntimeError as error:  # the connection is gone
-                self.mailbox.lose(self.number, str(error))
-                return
-            found = layout.contents(wire.unpack(buffer, layout.forms))
-            self.mailbox.put(send, Message(found, perf_counter()))
-
-    def _unknown(self, layout: Layout) -> tuple[Layout, Tensor]:
-        """First how long the header is, then the header, then the message."""
+    def _take_unknown(self, peer: int) -> None:
+        """The next one: how long its header is, then the header, then the message."""
+        send = self.unknown[peer].popleft()
+        layout = self.promised.pop(send).layout
         length = torch.empty(1, dtype=torch.int64)
-        dist.recv(length, self.peer, self.group, UNKNOWN)
+        self._receive(length, peer)
         header = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(header, self.peer, self.group, UNKNOWN)
-        layout = layout._replace(shapes=pickle.loads(header.numpy().tobytes()))
-        buffer = torch.empty(wire.num_bytes(layout.forms), dtype=torch.uint8)
-        dist.recv(buffer, self.peer, self.group, UNKNOWN)
-        return layout, buffer
+        self._receive(header, peer)
+        layout = replace(layout, shapes=pickle.loads(header.numpy().tobytes()))
+        buffer = layout.packing.empty()
+        self._receive(buffer, peer)
+        self.early[send] = _message(layout, buffer)
+
+    def _receive(self, buffer: Tensor, peer: int) -> None:
+        self._wait(self._posted(buffer, peer, UNKNOWN), peer)
+
+    def _posted(self, buffer: Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            return self.group.recv([buffer], peer, tag)
+        except RuntimeError as error:
+            raise Lost(peer, str(error)) from None
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        try:
+            work.wait(self.limit)
+        except RuntimeError as error:  # the connection broke, or the time is over
+            raise Lost(peer, str(error)) from None
+
+
+def _message(layout: Layout, buffer: Tensor) -> Message:
+    tensors, sent_at = layout.packing.unpack(buffer)
+    return Message(layout.contents(tensors), sent_at)
 
 
 class Outgoing:
-    """Messages on their way out. They are held until they have left, by a thread of their own."""
+    """Messages on their way out. State: those that have not left yet.
 
-    def __init__(self, group: dist.ProcessGroup, mailbox: Mailbox) -> None:
-        self.group, self.mailbox = group, mailbox
-        self.leaving: SimpleQueue[tuple[int, Any, Tensor] | None] = SimpleQueue()
+    A thread of their own holds them until they have. It is woken for many small ones at once, and
+    when the rank is about to wait: a thread that wakes takes time from the rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.fresh: list[tuple[Any, Tensor]] = []  # the thread has not been told of them
+        self.num_bytes = 0  # of these
+        self.leaving: SimpleQueue[list[tuple[Any, Tensor]] | None] = SimpleQueue()
         self.thread = Thread(target=self._wait, name="stageline-sends", daemon=True)
         self.thread.start()
 
     def send(self, peer: int, layout: Layout, contents: Mapping[Value, Any]) -> None:
         tensors = layout.tensors(contents)
-        target = dist.get_global_rank(self.group, peer)
         if layout.shapes is None:
-            layout = layout._replace(shapes=_actual_shapes(layout, contents))
+            layout = replace(layout, shapes=_actual_shapes(layout, contents))
             header = torch.frombuffer(bytearray(pickle.dumps(layout.shapes)), dtype=torch.uint8)
-            self._post(target, torch.tensor([len(header)]), UNKNOWN)
-            self._post(target, header, UNKNOWN)
-            self._post(target, wire.pack(tensors, layout.forms), UNKNOWN)
+            self._post(peer, torch.tensor([len(header)]), UNKNOWN)
+            self._post(peer, header, UNKNOWN)
+            self._post(peer, layout.packing.pack(tensors), UNKNOWN)
         else:
-            self._post(target, wire.pack(tensors, layout.forms), KNOWN)
+            self._post(peer, layout.packing.pack(tensors), layout.packing.tag)
+
+    def flush(self, beyond: int = 0) -> None:
+        """If they take more than so many bytes."""
+        if self.num_bytes > beyond:
+            self.leaving.put(self.fresh)
+            self.fresh, self.num_bytes = [], 0
 
     def close(self) -> None:
+        self.flush()
         self.leaving.put(None)
         self.thread.join()
 
-    def _post(self, target: int, buffer: Tensor, tag: int) -> None:
-        self.leaving.put((target, dist.isend(buffer, target, self.group, tag), buffer))
+    def _post(self, peer: int, buffer: Tensor, tag: int) -> None:
+        try:
+            self.fresh.append((self.group.send([buffer], peer, tag), buffer))
+        except RuntimeError as error:
+            raise Lost(peer, str(error)) from None
+        self.num_bytes += buffer.nbytes
 
     def _wait(self) -> None:
-        while (item := self.leaving.get()) is not None:
-            target, work, _ = item
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self.mailbox.lose(target, str(error))
-                return
+        while (items := self.leaving.get()) is not None:
+            while items:
+                with suppress(RuntimeError):  # the rank learns of it when it sends or receives
+                    items[0][0].wait()
+                del items[0]
 
 
 def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape, ...]:
@@ -191,7 +256,14 @@ class Standing:
     """Where a rank is, for others to see."""
 
     name: str
-    where: str = "its start"
+    step: int | None = None
+    action: Action | None = None
+
+    @property
+    def where(self) -> str:
+        if self.step is None:
+            return "its start"
+        return f"{self.action or 'the end'} of step {self.step}"
 
     def words(self) -> str:
         return f"{self.name} at {self.where}"
@@ -210,21 +282,18 @@ class Processes:
         self.place, self.group = place, place.pipeline
         self.device, self.limit, self.reduce = device, limit, reduce
         self.rank = dist.get_rank(self.group)
-        self.mailbox = Mailbox(limit)
-        self.lines: dict[int, Line] = {}  # by the rank that they come from
-        self.outgoing = Outgoing(self.group, self.mailbox)
-        self.shapes: dict[object, dict[Value, Shape]] = {}  # by the signature of a micro-batch
-        name = (
-            f"rank {self.rank}"
-            if place.num_replicas == 1
-            else (f"rank {self.rank} of replica {place.replica}")
-        )
-        self.at = Standing(name)
+        self.incoming, self.outgoing = Incoming(self.group, limit), Outgoing(self.group)
+        self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
+        self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
+        replica = f" of replica {place.replica}" if place.num_replicas > 1 else ""
+        self.at = Standing(f"rank {self.rank}{replica}")
         number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
-        self.watch = Watch(store_for(place), number, count, self.at.words, self.mailbox.close)
+        # if another rank has failed, this one must not go on waiting
+        stop = partial(hang_up, self.group)
+        self.watch = Watch(store_for(place), number, count, self.at.words, stop)
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
-        self.end = weakref.finalize(self, _end, self.watch, self.outgoing, self.lines)
+        self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
 
     def run(self, executor: Executor, step: Step) -> None:
         if not self.end.alive:
@@ -234,20 +303,25 @@ class Processes:
             )
         transport = Network(self, executor, step)
         run = executor.run(self.rank, step, transport)
+        need: Action | None = None
+        asked = perf_counter()
+        self.at.step = step.number
         try:
             with current(self.device):
                 need = next(run)
                 while True:
-                    self.at.where = f"{step.now[self.rank]} of step {step.number}"
-                    need = run.send(self.mailbox.take(need))
+                    self.at.action = step.now[self.rank]
+                    transport.post()
+                    self.outgoing.flush(beyond=SMALL)
+                    asked = perf_counter()
+                    need = run.send(self.incoming.take(need))
         except StopIteration:
-            self.at.where = f"the end of step {step.number}"
-        except Stopped:
-            raise self._failed(self.watch.failure or NO_ANSWER) from None
+            self.outgoing.flush()
+            self.at.action = None
         except Lost as lost:
-            raise self._failed(self._loss_of(lost)) from None
-        except Empty:
-            raise self._failed(self._overdue(need)) from None
+            is_overdue = perf_counter() - asked >= self.limit
+            told = self._overdue(need) if need and is_overdue else self._loss_of(lost)
+            raise self._failed(told) from None
         except BaseException as error:
             told = self.watch.tell(failure_text(executor, step, self.rank, error))
             raise self._failed(told) from error
@@ -262,6 +336,8 @@ class Processes:
 
     def _loss_of(self, lost: Lost) -> str:
         """Who failed first, if it says so in time."""
+        if not self.watch.has_answer:
+            return NO_ANSWER
         return self.watch.wait_for_failure(GRACE) or self.watch.tell(
             f"rank {lost.rank} is gone: its connection broke while rank {self.rank} was at "
             f"{self.at.where}{self._positions()}\n  {lost}"
@@ -281,59 +357,88 @@ class Processes:
             parts.append(f"{where}{silence}")
         return f"\n  {', '.join(parts)}" if parts else ""
 
-    def layout(self, executor: Executor, send: Action, step: Step) -> Layout:
-        """What a message holds."""
-        is_forward = send.kind is Kind.SEND_F
-        values = executor.parcels[send]
-        stage = executor.stages[send.stage]
-        readers = tuple(
-            tuple(bound.number for bound in stage.bound if value in bound.outside)
-            for value in values
-        )
-        known = self._shapes(executor.layers, step, send.microbatch)
-        is_known = all(value in known for value in values)
-        shapes = tuple(known[value] for value in values) if is_known else None
-        return Layout(is_forward, values, () if is_forward else readers, shapes)
+    def ways(self, executor: Executor, step: Step) -> dict[Action, Way]:
+        """By send, of this rank or to it. Batches of the same shapes go the same ways."""
+        training = tuple(layer.module.training for layer in executor.layers)
+        forms = tuple(_forms(inputs) for inputs in step.inputs)
+        batch = forms, training, step.ambient
+        if batch not in self.known:
+            self.known = {batch: self._ways(executor, step, training, forms)}  # of one batch only
+        return self.known[batch]
 
-    def _shapes(self, layers: LayerSequence, step: Step, microbatch: int) -> dict[Value, Shape]:
-        inputs = step.inputs[microbatch]
-        training = tuple(layer.module.training for layer in layers)
-        forms = tuple((name, Shape.of(value)) for name, value in sorted(inputs.items()))
-        signature = (repr(forms), training, step.ambient)
-        if signature not in self.shapes:
-            self.shapes[signature] = value_shapes(layers, inputs, step.ambient)
-        return self.shapes[signature]
+    def _ways(
+        self, executor: Executor, step: Step, training: object, forms: Sequence[object]
+    ) -> dict[Action, Way]:
+        for form, inputs in zip(forms, step.inputs, strict=True):
+            if (form, training, step.ambient) not in self.shapes:
+                found = value_shapes(executor.layers, inputs, step.ambient)
+                self.shapes[form, training, step.ambient] = found
+        layouts: dict[object, Layout] = {}
+        ways = {}
+        home = executor.program.placement
+        for send in executor.parcels:
+            here, there = home[send.stage], home[send.peer]
+            if self.rank in (here, there) and send.microbatch < len(forms):
+                form = forms[send.microbatch]
+                key = send._replace(microbatch=0), form
+                if key not in layouts:
+                    known = self.shapes[form, training, step.ambient]
+                    layouts[key] = _layout(executor, send, known)
+                ways[send] = (there if here == self.rank else here), layouts[key]
+        return ways
 
     def close(self) -> None:
         self.end()
 
 
-def _end(watch: Watch, outgoing: Outgoing, lines: dict[int, Line]) -> None:
+def _layout(executor: Executor, send: Action, known: Mapping[Value, Shape]) -> Layout:
+    is_forward = send.kind is Kind.SEND_F
+    values = executor.parcels[send]
+    stage = executor.stages[send.stage]
+    readers = tuple(
+        tuple(bound.number for bound in stage.bound if value in bound.outside) for value in values
+    )
+    is_known = all(value in known for value in values)
+    shapes = tuple(known[value] for value in values) if is_known else None
+    return Layout(is_forward, values, () if is_forward else readers, shapes)
+
+
+def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:
+    """All that the shapes of values depend on; cheaply for lone tensors."""
+    return tuple(
+        (name, value.shape, value.dtype, value.stride())
+        if isinstance(value, Tensor)
+        else (name, repr(Shape.of(value)))
+        for name, value in sorted(inputs.items())
+    )
+
+
+def _end(watch: Watch, outgoing: Outgoing) -> None:
     watch.close()
     outgoing.close()
-    for line in lines.values():
-        line.close()
-    lines.clear()
 
 
 class Network:
-    """The transport of one step."""
+    """The transport of one step. State: the receives that are still to be posted."""
 
     def __init__(self, home: Processes, executor: Executor, step: Step) -> None:
-        self.home, self.executor, self.step = home, executor, step
+        self.home, self.ways = home, home.ways(executor, step)
+        self.asked: list[Action] = []
 
     def send(self, send: Action, message: Message) -> None:
-        peer = self.executor.program.placement[send.peer]
-        layout = self.home.layout(self.executor, send, self.step)
+        peer, layout = self.ways[send]
         self.home.outgoing.send(peer, layout, message.contents)
+        self.post()
 
     def expect(self, receive: Action) -> None:
-        send = Action(receive.peer, SENDS[receive.kind], receive.microbatch, receive.stage)
-        peer = self.executor.program.placement[send.stage]
-        if peer not in self.home.lines:
-            self.home.lines[peer] = Line(self.home.group, peer, self.home.mailbox)
-        layout = self.home.layout(self.executor, send, self.step)
-        self.home.lines[peer].expect(send, layout)
+        self.asked.append(receive)
+
+    def post(self) -> None:
+        """Sends go first, although receives stand before them: someone waits for what is sent."""
+        for stage, kind, microbatch, peer in self.asked:
+            send = Action(peer, SENDS[kind], microbatch, stage)
+            self.home.incoming.expect(send, *self.ways[send])
+        self.asked.clear()
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)

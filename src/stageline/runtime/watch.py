@@ -16,14 +16,14 @@ from typing import TypeVar
 import torch.distributed as dist
 
 FAILURE = "failure"
-PAUSE = 0.25  # seconds between two looks
+PAUSE = 0.5  # seconds between two looks
 ANSWER = 2.0  # seconds that the store has for an answer, once something is wrong
 NO_ANSWER = "the rendezvous' store does not answer: is the network down?"
 Answer = TypeVar("Answer")
 
 
 class Watch:
-    """State: the first failure that was told, if any."""
+    """State: the first failure that was told, if any, and whether the store still answers."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Watch:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.where, self.stop = where, stop
         self.failure: str | None = None
+        self.has_answer = True  # from the store
         self.is_over = Event()
         self.thread = Thread(target=self._look, name="stageline-watch", daemon=True)
         self.thread.start()
@@ -81,6 +82,7 @@ class Watch:
                     self.failure = self.store.get(FAILURE).decode()
                     self.stop()
             except RuntimeError:  # the store's own process has ended
+                self.has_answer = False
                 self.stop()
                 return
 

@@ -1,15 +1,20 @@
 """Messages between processes: one buffer of bytes each.
 
-    [ a flag for each tensor, padded ][ tensor ][ tensor ] …     each padded to 64 bytes
+    [ time, a flag for each tensor ][ tensor ][ tensor ] …     each begins at a multiple of 64 bytes
 
-Both sides know the forms of the tensors, so nothing else has to be sent. A flag says whether the
-tensor is there (a gradient may be None) and whether it needs a gradient.
+Both sides know the forms of the tensors, so nothing else has to be sent. The time is when it
+was packed. A flag says whether the tensor is there (a
+gradient may be None) and whether it needs a gradient.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from ctypes import memmove, string_at
+from dataclasses import dataclass
 from itertools import accumulate
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,37 +24,77 @@ from torch.utils import _pytree as pytree
 from stageline.errors import ModelError
 from stageline.model.layers import Value
 from stageline.runtime import trees
+from stageline.runtime.clock import SHIFT
 from stageline.runtime.shapes import Form, Shape
 
 IS_THERE, NEEDS_GRADIENT = 1, 2
 ALIGNED = 64  # bytes, as torch's own memory: sums of MKL differ in the last bits where it is not
+NUM_TAGS = 1 << 20
 
 
-def num_bytes(forms: Sequence[Form]) -> int:
-    """Of the buffer for such a message."""
-    return _padded(len(forms)) + sum(_padded(form.num_bytes) for form in forms)
+@dataclass(frozen=True)
+class Packing:
+    """Where each tensor of a message lies, in a buffer of the tensors' own type if they have one.
 
+    Few and cheap calls: after some milliseconds of other work each costs several times its usual.
+    """
 
-def pack(tensors: Sequence[Tensor | None], forms: Sequence[Form]) -> Tensor:
-    """One buffer; raises if a tensor is not of the form that the other side expects."""
-    buffer = torch.zeros(num_bytes(forms), dtype=torch.uint8)
-    for number, (tensor, form, part) in enumerate(
-        zip(tensors, forms, _parts(buffer, forms), strict=True)
-    ):
-        if tensor is not None:
-            _check(tensor, form)
-            buffer[number] = IS_THERE + NEEDS_GRADIENT * tensor.requires_grad
-            part.copy_(tensor.detach())
-    return buffer
+    forms: tuple[Form, ...]
+    starts: tuple[int, ...]  # in elements of the buffer
+    dtype: torch.dtype
+    length: int
+    head: struct.Struct
 
+    @staticmethod
+    def of(forms: Sequence[Form]) -> Packing:
+        head = struct.Struct(f"d{len(forms)}B")
+        *starts, size = accumulate([head.size, *(form.num_bytes for form in forms)], _beyond)
+        kinds = {form.dtype for form in forms}
+        dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
+        width = dtype.itemsize
+        places = tuple(_padded(start) // width for start in starts)
+        return Packing(tuple(forms), places, dtype, _padded(size) // width, head)
 
-def unpack(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor | None]:
-    """Views of the buffer, which lives as long as they do."""
-    flags = buffer[: len(forms)].tolist()
-    return [
-        part.requires_grad_(bool(flag & NEEDS_GRADIENT)) if flag else None
-        for flag, part in zip(flags, _parts(buffer, forms), strict=True)
-    ]
+    @property
+    def tag(self) -> int:
+        """Messages of different lengths never meet: gloo aborts the process if they do."""
+        return 2 + self.length * self.dtype.itemsize // ALIGNED % NUM_TAGS
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.length, dtype=self.dtype)
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """One buffer; raises if a tensor is not of the form that the other side expects."""
+        buffer = torch.empty(self.length, dtype=self.dtype)
+        flags = []
+        for tensor, form, start in zip(tensors, self.forms, self.starts, strict=True):
+            if tensor is None:
+                flags.append(0)
+            else:
+                _check(tensor, form)
+                flags.append(IS_THERE + NEEDS_GRADIENT * tensor.requires_grad)
+                self._part(buffer, form, start).copy_(tensor.detach())
+        head = self.head.pack(perf_counter() + SHIFT, *flags)
+        memmove(buffer.data_ptr(), head, len(head))
+        return buffer
+
+    def unpack(self, buffer: Tensor) -> tuple[list[Tensor | None], float]:
+        """Views of the buffer, which lives as long as they do; and when it was packed."""
+        time, *flags = self.head.unpack(string_at(buffer.data_ptr(), self.head.size))
+        tensors = [
+            self._part(buffer, form, start).requires_grad_(flag > IS_THERE) if flag else None
+            for flag, form, start in zip(flags, self.forms, self.starts, strict=True)
+        ]
+        return tensors, min(perf_counter(), time - SHIFT)
+
+    def _part(self, buffer: Tensor, form: Form, start: int) -> Tensor:
+        if form.dtype is not self.dtype:
+            return (
+                buffer[start : start + form.num_bytes]
+                .view(form.dtype)
+                .as_strided(form.shape, form.stride)
+            )
+        return buffer.as_strided(form.shape, form.stride, start)
 
 
 def values_forms(shapes: Sequence[Shape]) -> list[Form]:
@@ -74,13 +119,8 @@ def values_again(
     }
 
 
-def _parts(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    sizes = [_padded(form.num_bytes) for form in forms]
-    starts = accumulate(sizes, initial=_padded(len(forms)))
-    return [
-        buffer[start : start + form.num_bytes].view(form.dtype).as_strided(form.shape, form.stride)
-        for start, form in zip(starts, forms, strict=False)
-    ]
+def _beyond(end: int, size: int) -> int:
+    return _padded(end) + size
 
 
 def _padded(size: int) -> int:
@@ -88,7 +128,7 @@ def _padded(size: int) -> int:
 
 
 def _check(tensor: Tensor, form: Form) -> None:
-    if (tuple(tensor.shape), tensor.dtype) != (form.shape, form.dtype):
+    if tensor.shape != form.shape or tensor.dtype is not form.dtype:
         raise ModelError(
             f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} is to be sent, but "
             f"from the batch's shapes {form.shape} and {form.dtype} follow: does a layer's output "

@@ -34,11 +34,13 @@ class Occupy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         end = perf_counter() + self.seconds[0]
+        if torch.is_grad_enabled():
+            # a tensor of this graph, also if the input comes again or needs no gradient
+            x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            x.register_hook(self._input_done)  # type: ignore[no-untyped-call]
         y = x @ self.weight
         if y.requires_grad:
             y.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        if x.requires_grad:
-            x.register_hook(self._input_done)  # type: ignore[no-untyped-call]
         sleep_until(end)
         return y
 
