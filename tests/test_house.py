@@ -16,7 +16,8 @@ import stageline
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
-    *("model", "runtime", "pipeline", "checkpoint", "verification", "launch", "zoo", "demo", "cli"),
+    *("model", "runtime", "planning", "pipeline", "checkpoint", "verification", "launch"),
+    *("zoo", "demo", "cli"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
@@ -62,6 +63,8 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "ModelError",
         "ParityError",
         "Pipeline",
+        "PlanError",
+        "Profile",
         "Program",
         "ReportError",
         "Schedule",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stageline.errors import CostsError as CostsError
     from stageline.errors import ModelError as ModelError
     from stageline.errors import ParityError as ParityError
+    from stageline.errors import PlanError as PlanError
     from stageline.errors import ReportError as ReportError
     from stageline.errors import ScheduleError as ScheduleError
     from stageline.errors import StageError as StageError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.pipeline import StepResult as StepResult
+    from stageline.planning.profile import Profile as Profile
     from stageline.report.timeline import Timeline as Timeline
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
@@ -55,6 +57,8 @@ _HOMES = {
     "ModelError": "errors",
     "ParityError": "errors",
     "Pipeline": "pipeline",
+    "PlanError": "errors",
+    "Profile": "planning.profile",
     "Program": "schedules.program",
     "ReportError": "errors",
     "Schedule": "schedules.schedule",

@@ -6,6 +6,7 @@
     ├── ReportError (ValueError)     a picture in a format that there is none for
     ├── ModelError (ValueError)      a model that cannot be seen as layers, or cut into stages
     ├── BatchError (ValueError)      inputs and targets that cannot be cut into micro-batches
+    ├── PlanError (ValueError)       a profile, cluster or plan that makes no sense, or does not fit
     ├── CheckpointError (ValueError) a checkpoint that cannot be written, or does not fit
     ├── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
     └── ParityError (RuntimeError)   a pipeline whose numbers are not those of a plain loop
@@ -36,6 +37,10 @@ class ModelError(StagelineError, ValueError):
 
 class BatchError(StagelineError, ValueError):
     """A mini-batch that cannot be cut into micro-batches."""
+
+
+class PlanError(StagelineError, ValueError):
+    """A profile, cluster or plan that cannot be read, used, or found."""
 
 
 class CheckpointError(StagelineError, ValueError):

@@ -1,0 +1,1 @@
+"""From a model and a memory budget to the fastest plan."""
