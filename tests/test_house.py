@@ -16,8 +16,8 @@ import stageline
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
-    *("model", "runtime", "planning", "pipeline", "checkpoint", "verification", "launch"),
-    *("zoo", "demo", "cli"),
+    *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
+    *("verification", "launch", "zoo", "demo", "cli"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
@@ -76,6 +76,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "build_schedule",
         "check",
         "export",
+        "fit",
         "latest",
         "load",
         "lower",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from stageline.schedules.schedule import Schedule as Schedule
     from stageline.schedules.search.search import search_schedule as search_schedule
     from stageline.simulation.simulate import simulate as simulate
+    from stageline.training.fit import fit as fit
 
 _HOMES = {
     "Action": "schedules.action",
@@ -70,6 +71,7 @@ _HOMES = {
     "build_schedule": "schedules.build",
     "check": "schedules.check",
     "export": "checkpoint.export",
+    "fit": "training.fit",
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
     "lower": "schedules.lower",

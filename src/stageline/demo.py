@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,7 +20,6 @@ from time import perf_counter
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from stageline.checkpoint.export import export
@@ -35,6 +34,7 @@ from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
+from stageline.training.progress import progress
 from stageline.zoo.gpt import continued, gpt, loss
 from stageline.zoo.text import VOCABULARY, batch, characters, standard_library, tokens
 
@@ -149,7 +149,8 @@ def _train(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> Traini
         optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / steps)
     )
     training = Training()
-    with _progress(console, steps) as told:
+    start = perf_counter()
+    with progress(console, steps) as told:
         try:
             for step in range(steps):
                 with pipe.trace() as timeline:
@@ -160,7 +161,7 @@ def _train(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> Traini
                 rate.step()
                 training.losses.append(float(result.loss))
                 training.timelines.append(timeline)
-                told(training)
+                told(step + 1, _words(training, perf_counter() - start))
         except KeyboardInterrupt:
             if not training.timelines:
                 raise
@@ -170,30 +171,10 @@ def _train(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> Traini
     return training
 
 
-@contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Callable[[Training], None]]:
-    """A bar in a terminal, and a line for each tenth of the steps anywhere."""
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    start = perf_counter()
-    is_live = console.is_terminal
-    with Progress(*columns, console=console, disable=not is_live, transient=True) as bar:
-        task = bar.add_task("", total=steps)
-
-        def told(training: Training) -> None:
-            step = len(training.losses)
-            speed = step * BATCH * CONTEXT / (perf_counter() - start)
-            words = f"loss {training.losses[-1]:.3f}   {speed:,.0f} tokens/s   bubble "
-            words += percent(training.bubble)
-            bar.update(task, completed=step, description=words)
-            if step * 10 // steps > (step - 1) * 10 // steps:
-                console.print(f"step {step:>{len(str(steps))}}   {words}")
-
-        yield told
+def _words(training: Training, seconds: float) -> str:
+    speed = len(training.losses) * BATCH * CONTEXT / seconds
+    bubble = percent(training.bubble)
+    return f"loss {training.losses[-1]:.3f}   {speed:,.0f} tokens/s   bubble {bubble}"
 
 
 def _verify(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> None:

@@ -4,6 +4,6 @@ desk        who takes part: processes that agree or fail together, one save at a
 storage     tensors in safetensors files
 contents    what a process holds, under the names of the user's model, and the rest as JSON
 folder      checkpoints in a folder: complete or not there, the newest, how many are kept
-fit         whether a checkpoint fits a pipeline
+fitting     whether a checkpoint fits a pipeline
 save, load, export
 """

@@ -22,7 +22,7 @@ from stageline.checkpoint.contents import (
     used_here,
 )
 from stageline.checkpoint.desk import desk_of
-from stageline.checkpoint.fit import Checkpoint, check, saved_options
+from stageline.checkpoint.fitting import Checkpoint, check, saved_options
 from stageline.checkpoint.storage import Form, forms, read
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline

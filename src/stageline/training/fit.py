@@ -1,0 +1,216 @@
+"""sl.fit: steps, reports and checkpoints; what was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stageline.arguments import check_size
+from stageline.checkpoint.desk import desk_of
+from stageline.checkpoint.folder import latest
+from stageline.checkpoint.load import load
+from stageline.checkpoint.save import save
+from stageline.errors import CheckpointError
+from stageline.pipeline import Pipeline, StepResult
+from stageline.report.timeline import Timeline
+from stageline.runtime import microbatches
+from stageline.training.data import Batch, Position, batches
+from stageline.training.metrics import Report, Write, files, num_tokens, peak_memory
+from stageline.training.progress import progress
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how. The scheduler steps after every step of the optimizer."""
+
+    pipe: Pipeline
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    max_norm: float | None
+    folder: Path | None
+    save_every: int
+    report_every: int
+    keep: int
+
+    def resume(self) -> tuple[int, Position]:
+        """Steps that are done, and where the data stands."""
+        folder = self.folder
+        if folder is None or not desk_of(self.pipe).by_first(lambda: latest(folder) is not None):
+            return 0, Position()
+        step, data = load(folder, self.pipe, self.optimizer)
+        if not isinstance(data, dict) or not {"position", "scheduler"} <= data.keys():
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {str(folder)!r} is not of sl.fit, so it does "
+                "not say where the data stood: give fit a folder of its own"
+            )
+        if self.scheduler is not None and data["scheduler"] is not None:
+            self.scheduler.load_state_dict(data["scheduler"])
+        return step, Position(*data["position"])
+
+    def step(self, batch: Batch) -> StepResult:
+        result = self.pipe.step(batch.inputs, batch.target)
+        if self.max_norm is not None:
+            self.pipe.clip_grad_norm_(self.max_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return result
+
+    def save(self, step: int, position: Position, *, wait: bool) -> None:
+        if self.folder is not None:
+            state = None if self.scheduler is None else self.scheduler.state_dict()
+            data = {"position": position, "scheduler": state}
+            save(
+                self.folder,
+                self.pipe,
+                self.optimizer,
+                step=step,
+                data=data,
+                keep=self.keep,
+                wait=wait,
+            )
+
+
+@dataclass
+class Interval:
+    """The steps since the last report. State: what is known of them so far."""
+
+    since: float = field(default_factory=perf_counter)
+    results: list[StepResult] = field(default_factory=list)
+    num_samples: int = 0
+    num_tokens: int | None = 0
+
+    def add(self, batch: Batch, result: StepResult) -> None:
+        self.results.append(result)
+        self.num_samples += microbatches.num_samples(batch.inputs, batch.target)
+        tokens = num_tokens(batch.inputs)
+        has_tokens = tokens is not None and self.num_tokens is not None
+        self.num_tokens = self.num_tokens + tokens if has_tokens else None  # type: ignore[operator]
+
+    def report(self, pipe: Pipeline, step: int, timeline: Timeline) -> Report:
+        """All ranks make it: it is told by all of them."""
+        losses = [float(result.loss) for result in self.results]
+        seconds = perf_counter() - self.since
+        samples = pipe.peers.total(self.num_samples)
+        makespan = max(timeline.makespan, 1e-9)
+        devices = {parameter.device for parameter in pipe.parameters()}
+        return Report(
+            step=step,
+            loss=sum(losses) / len(losses),
+            samples_per_second=samples / seconds,
+            tokens_per_second=self.num_tokens
+            and self.num_tokens / self.num_samples * samples / seconds,
+            bubble=timeline.step_bubble,
+            busy=tuple(busy / makespan for busy in timeline.busy),
+            peak_memory=tuple(desk_of(pipe).everywhere(peak_memory(devices))),
+        )
+
+
+def fit(
+    pipe: Pipeline,
+    loader: Iterable[Any],
+    optimizer: Optimizer | None,
+    *,
+    steps: int,
+    folder: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+    keep: int = 2,
+    report_every: int = 10,
+    scheduler: LRScheduler | None = None,
+    max_norm: float | None = None,
+    tensorboard: bool = False,
+) -> list[Report]:
+    """Train until `steps` steps are done; all ranks call it. Gives back the reports of this run.
+
+    `loader` gives pairs (inputs, target), epoch after epoch; `optimizer` may be None on a rank that
+    has no parameters. With a `folder`, checkpoints are written there every `save_every` steps while
+    training goes on, and at the end; if it has one already, training goes on from it, with the bits
+    that it would have had without a stop. A report is printed, and appended to
+    `folder/metrics.jsonl`, by the first rank every `report_every` steps: reading the loss makes
+    ranks wait for each other, so not after every step.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> mse = torch.nn.functional.mse_loss
+    >>> pipe = Pipeline(model, mse, num_ranks=2, num_microbatches=2, backend="serial")
+    >>> optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    >>> data = [(torch.ones(4, 4), torch.zeros(4, 1))]
+    >>> reports = fit(pipe, data, optimizer, steps=20)  # doctest: +ELLIPSIS
+    step 10   loss ...
+    step 20   loss ...
+    >>> reports[1].loss < reports[0].loss
+    True
+    """
+    sizes = {"steps": steps, "save_every": save_every, "report_every": report_every, "keep": keep}
+    for name, size in sizes.items():
+        check_size(name, size)
+    run = Run(
+        pipe,
+        optimizer,
+        scheduler,
+        max_norm,
+        Path(folder) if folder else None,
+        save_every,
+        report_every,
+        keep,
+    )
+    done, position = run.resume()
+    with ExitStack() as around:
+        tell = desk_of(pipe).agreed(
+            lambda: _listeners(around, run, steps, done, tensorboard=tensorboard)
+        )
+        return _train(run, loader, range(done + 1, steps + 1), position, tell)
+
+
+def _train(
+    run: Run, loader: Iterable[Any], steps: range, position: Position, tell: Write
+) -> list[Report]:
+    reports = []
+    interval = Interval()
+    data = batches(loader, run.pipe.seed, position)
+    for step, batch in zip(steps, data, strict=False):
+        is_last = step == steps[-1]
+        if is_last or step % run.report_every == 0:
+            with run.pipe.trace() as timeline:
+                interval.add(batch, run.step(batch))
+            reports.append(interval.report(run.pipe, step, timeline))
+            tell(reports[-1])
+            interval = Interval()
+        else:
+            interval.add(batch, run.step(batch))
+        if is_last or step % run.save_every == 0:
+            run.save(step, batch.after, wait=is_last)
+    return reports
+
+
+def _listeners(around: ExitStack, run: Run, steps: int, done: int, *, tensorboard: bool) -> Write:
+    """The bar and the files, on the first rank; nobody elsewhere."""
+    if not desk_of(run.pipe).is_first:
+        return lambda _: None
+    console = Console(highlight=False, markup=False)
+    told = around.enter_context(progress(console, steps, done))
+    if done:
+        console.print(f"going on from step {done}")
+    write = (
+        around.enter_context(files(run.folder, done, tensorboard=tensorboard))
+        if run.folder
+        else None
+    )
+
+    def tell(report: Report) -> None:
+        told(report.step, report.words())
+        if write is not None:
+            write(report)
+
+    return tell

@@ -1,0 +1,34 @@
+"""A bar in a terminal, and a line for each tenth of the steps anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+Told = Callable[[int, str], None]  # how many steps are done, and what is to be said of them
+
+
+@contextmanager
+def progress(console: Console, steps: int, done: int = 0) -> Iterator[Told]:
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    is_live = console.is_terminal and not console.quiet
+    with Progress(*columns, console=console, disable=not is_live, transient=True) as bar:
+        task = bar.add_task("", total=steps, completed=done)
+        last = done
+
+        def told(step: int, words: str) -> None:
+            nonlocal last
+            bar.update(task, completed=step, description=words)
+            if step * 10 // steps > last * 10 // steps:
+                console.print(f"step {step:>{len(str(steps))}}   {words}")
+            last = step
+
+        yield told

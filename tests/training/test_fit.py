@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import stageline as sl
+
+
+class Stop(Exception):  # noqa: N818  no error: someone pulled the plug
+    pass
+
+
+class Loader:
+    """Shuffles, and may stop the run after some batches."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        x = torch.arange(76.0).reshape(19, 4).sin()
+        self.loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=5, shuffle=True)
+        self.left = stop_after
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if self.left == 0:
+                raise Stop
+            self.left = None if self.left is None else self.left - 1
+            yield batch
+
+
+def trained(
+    folder: Path | None, steps: int, stop_after: int | None = None, ranks: int = 2, **options: Any
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """A run of its own, as of a script that is started again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    pipe = sl.Pipeline(
+        model, nn.functional.mse_loss, num_ranks=ranks, num_microbatches=2, backend="serial"
+    )
+    optimizer = AdamW(pipe.parameters(), 1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    torch.manual_seed(torch.initial_seed() + ranks)  # the caller's randomness is no part of it
+    reports = sl.fit(
+        pipe,
+        Loader(stop_after),
+        optimizer,
+        steps=steps,
+        folder=folder,
+        save_every=3,
+        report_every=2,
+        scheduler=scheduler,
+        max_norm=1.0,
+        **options,
+    )
+    return pipe.state_dict(), reports
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 5, 8])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
+    wanted, _ = trained(None, 13)
+    with pytest.raises(Stop):
+        trained(tmp_path, 13, stop_after)
+    found, _ = trained(tmp_path, 13, ranks=3)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_that_is_over_is_not_trained_any_further(tmp_path: Path) -> None:
+    wanted, _ = trained(tmp_path, 5)
+    found, reports = trained(tmp_path, 5)
+    assert reports == []
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_each_report_is_one_line_of_the_metrics_also_after_a_stop(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trained(tmp_path, 9, stop_after=5)  # saved at step 3, reported at 2 and 4
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "lo')  # what a crash leaves
+    _, reports = trained(tmp_path, 9)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
+    assert [report.step for report in reports] == [4, 6, 8, 9]
+    last = lines[-1]
+    assert last["loss"] == pytest.approx(reports[-1].loss)
+    assert last["samples_per_second"] > 0
+    assert last["tokens_per_second"] is None
+    assert 0 <= last["bubble"] < 1
+    assert len(last["busy"]) == 2
+    assert all(0 < share <= 1 for share in last["busy"])
+    assert last["peak_memory"][0] > 10**7
+
+
+def test_tokens_are_counted_where_inputs_are_tokens() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    pipe = sl.Pipeline(model, loss, num_ranks=2, num_microbatches=2, backend="serial")
+    data = [(torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 7, dtype=torch.int64))]
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    (report,) = sl.fit(pipe, data, optimizer, steps=3)
+    assert report.tokens_per_second == pytest.approx(7 * report.samples_per_second)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
+    _, reports = trained(tmp_path, 4, tensorboard=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert shown == [(r.step, pytest.approx(r.loss)) for r in reports]
+    assert "busy/1" in board.Tags()["scalars"]
+
+
+def test_a_line_for_each_tenth_of_the_steps_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(None, 40)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [str(4 * tenth) for tenth in range(1, 11)]
+    assert all("samples/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter([(torch.ones(2, 4), torch.ones(2, 1))]), "the loader gave nothing in epoch 1"),
+        ([], "the loader gave nothing in epoch 0"),
+        ([torch.ones(2, 4)], r"the loader gave a Tensor, but a batch is a pair"),
+    ],
+)
+def test_loaders_that_are_none_are_refused(data: Any, message: str) -> None:
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Linear(4, 1)),
+        nn.functional.mse_loss,
+        num_ranks=1,
+        num_microbatches=1,
+        backend="serial",
+    )
+    with pytest.raises(sl.BatchError, match=message):
+        sl.fit(pipe, data, torch.optim.SGD(pipe.parameters(), 0.1), steps=3)
+
+
+def test_a_checkpoint_of_ones_own_does_not_say_where_the_data_stood(tmp_path: Path) -> None:
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Linear(4, 1)),
+        nn.functional.mse_loss,
+        num_ranks=1,
+        num_microbatches=1,
+        backend="serial",
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    sl.save(tmp_path, pipe, optimizer, step=4)
+    with pytest.raises(sl.CheckpointError, match=r"is not of sl\.fit"):
+        sl.fit(pipe, [], optimizer, steps=5, folder=tmp_path)
