@@ -17,7 +17,7 @@ SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
     *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
-    *("verification", "launch", "zoo", "demo", "cli"),
+    *("verification", "launch", "zoo", "demo", "cli", "__main__"),
 ]
 TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

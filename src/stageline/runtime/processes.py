@@ -8,6 +8,7 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 
 from __future__ import annotations
 
+import os
 import pickle
 import weakref
 from collections import deque
@@ -459,6 +460,8 @@ def hang_up(group: dist.ProcessGroup) -> None:
 
 def store_for(place: Place) -> dist.distributed_c10d.Store:
     """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
-    made = store.add(f"stageline/{dist.get_rank(place.everyone)}", 1)
-    return dist.distributed_c10d.PrefixStore(f"stageline/pipeline/{made}", store)
+    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
+    store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}", whole)
+    made = store.add(f"made/{dist.get_rank(place.everyone)}", 1)
+    return dist.distributed_c10d.PrefixStore(f"pipeline/{made}", store)
