@@ -30,10 +30,8 @@ def train_through(
     """
     chance = random.Random(seed)
     folder.mkdir(parents=True)
-    with (
-        (folder / "output").open("w") as output,
-        _start(folder, steps, num_ranks, kills, output) as run,
-    ):
+    log = folder / "output"
+    with log.open("w") as output, _start(folder, steps, num_ranks, kills, output) as run:
         try:
             for attempt in range(kills):
                 rank, age = chance.randrange(num_ranks), chance.uniform(0, longest)
