@@ -191,6 +191,13 @@ class Pipeline:
                 "build it on the CPU, with fewer or smaller layers"
             )
         self.peers.share_state(self.layers.modules, self.homes)
+        with self.peers.apart():
+            found = self._difference(inputs, target, named)
+        if difference := self.peers.verdict(found):
+            raise ParityError(difference)
+
+    def _difference(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> str | None:
+        """Between a plain loop on copies, and a step of the pipeline that leaves no trace."""
         plain = self.layers.copy()
         expected = self._training_step(*detached((inputs, target, named)))
         plain_step(plain, expected, self.batch_norm, self.accumulate)
@@ -198,9 +205,7 @@ class Pipeline:
             step = self._training_step(inputs, target, named)
             self._run(step)
             cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
-            found = compare(self.layers, plain, step.losses, expected.losses, cut)
-        if difference := self.peers.verdict(found):
-            raise ParityError(difference)
+            return compare(self.layers, plain, step.losses, expected.losses, cut)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers; with several processes, those of this one."""
@@ -367,7 +372,7 @@ class Pipeline:
                 self.peers.reduce(weight for weight, _ in self.tied.by_weight if weight in here)
                 self.peers.finish()
             for each in statistics:
-                each.update()
+                each.update(self.peers.seen_by_replicas)
         finally:
             for each in statistics:
                 each.seen.clear()

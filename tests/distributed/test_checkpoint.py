@@ -21,6 +21,7 @@ def test_what_four_processes_saved_goes_on_with_any_number_of_them(tmp_path: Pat
     wanted = checkpoints.unstopped(8)
     for num_ranks in (2, 3):
         run(tmp_path, num_ranks, "load")
+    run(tmp_path, 4, "replicas")
     pipe, optimizer = checkpoints.pipeline(checkpoints.model(), 2, backend="threads")
     assert sl.load(tmp_path, pipe, optimizer).step == 3
     checkpoints.train(pipe, optimizer, range(3, 8))

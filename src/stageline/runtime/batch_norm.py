@@ -44,6 +44,9 @@ class Moments(NamedTuple):
         return Moments(samples, mean, self.squares + other.squares + apart.square() * weight)
 
 
+Seen = dict[int, list[Moments]]  # by number of the module, in the order of micro-batches
+
+
 @dataclass
 class Statistics:
     """The running statistics of one stage. State: what the micro-batches of a step brought."""
@@ -78,14 +81,16 @@ class Statistics:
 
         return note
 
-    def update(self) -> None:
-        """At the end of a step: what was seen goes into the running statistics."""
-        for norm in self.modules:
-            found = self.seen.pop(id(norm.running_mean), [])
-            if found:
-                ordered = [moments for _, moments in sorted(found, key=lambda pair: pair[0])]
-                _update(norm, reduce(Moments.join, ordered))
+    def update(self, of_replicas: Callable[[Seen], Seen]) -> None:
+        """At the end of a step: what all replicas saw goes into the running statistics."""
+        seen = {}
+        for number, norm in enumerate(self.modules):
+            if found := self.seen.pop(id(norm.running_mean), None):
+                seen[number] = [moments for _, moments in sorted(found, key=lambda pair: pair[0])]
         self.seen.clear()
+        if self.modules:
+            for number, moments in of_replicas(seen).items():
+                _update(self.modules[number], reduce(Moments.join, moments))
 
 
 def _update(norm: _BatchNorm, moments: Moments) -> None:

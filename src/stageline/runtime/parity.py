@@ -44,7 +44,7 @@ def plain_step(
             add_weight_gradients(catch.calls, fused=True)
         step.losses[microbatch] = loss.detach()
     tied.add_gradients()
-    statistics.update()
+    statistics.update(lambda seen: seen)
 
 
 def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeights) -> Any:

@@ -7,8 +7,8 @@ process; all of them make the same calls in the same order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError
 from stageline.runtime import trees, wire
+from stageline.runtime.batch_norm import Seen
 from stageline.runtime.clock import SHIFT
 from stageline.runtime.executor import Moment, Step
 from stageline.runtime.mesh import Place
@@ -57,11 +58,17 @@ class Peers(Protocol):
     def total(self, count: float) -> float:
         """What counts in all replicas together."""
 
+    def apart(self) -> AbstractContextManager[None]:
+        """As if this replica were the only one: nothing of others is added to what it computes."""
+
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a step: gradients of earlier steps are set aside, if there are replicas."""
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start to sum gradients over replicas, beside what goes on."""
+
+    def seen_by_replicas(self, own: Seen) -> Seen:
+        """Statistics of this process's part of the model, of all replicas in their order."""
 
     def finish(self) -> None:
         """After a step: gradients are those of all replicas, added to those of earlier steps."""
@@ -108,11 +115,17 @@ class Alone:
     def total(self, count: float) -> float:
         return count
 
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
+
+    def seen_by_replicas(self, own: Seen) -> Seen:
+        return own
 
     def finish(self) -> None:
         pass
@@ -151,6 +164,7 @@ class Group:
 
     def __init__(self, place: Place, last: int, num_microbatches: int) -> None:
         self.place, self.group, self.num_microbatches = place, place.pipeline, num_microbatches
+        self.replicas = place.replicas
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
@@ -177,25 +191,41 @@ class Group:
                 )
 
     def total(self, count: float) -> float:
-        if self.place.replicas is None:
+        if self.replicas is None:
             return count
         counted = torch.tensor(count, dtype=torch.float64)
-        dist.all_reduce(counted, group=self.place.replicas)
+        dist.all_reduce(counted, group=self.replicas)
         return float(counted)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self.replicas = None
+        try:
+            yield
+        finally:
+            self.replicas = self.place.replicas
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         self.before, self.flying = {}, []
-        if self.place.replicas is not None:
+        if self.replicas is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
                     self.before[parameter], parameter.grad = parameter.grad, None
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        if self.place.replicas is not None:
+        if self.replicas is not None:
             for bucket in _buckets(parameters):
                 buffer = _flat(bucket)
-                work = dist.all_reduce(buffer, group=self.place.replicas, async_op=True)
+                work = dist.all_reduce(buffer, group=self.replicas, async_op=True)
                 self.flying.append((work, buffer, bucket))
+
+    def seen_by_replicas(self, own: Seen) -> Seen:
+        if self.replicas is None:
+            return own
+        found: list[Seen] = [own] * self.place.num_replicas
+        dist.all_gather_object(found, own, self.replicas)
+        numbers = sorted({number for seen in found for number in seen})
+        return {n: [moments for seen in found for moments in seen.get(n, [])] for n in numbers}
 
     def finish(self) -> None:
         for work, buffer, bucket in self.flying:
