@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.pipeline import StepResult as StepResult
+    from stageline.planning.estimate import estimate as estimate
+    from stageline.planning.measure import profile as profile
     from stageline.planning.profile import Profile as Profile
+    from stageline.planning.rates import measure_rates as measure_rates
     from stageline.report.timeline import Timeline as Timeline
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
@@ -70,11 +73,14 @@ _HOMES = {
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",
+    "estimate": "planning.estimate",
     "export": "checkpoint.export",
     "fit": "training.fit",
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
     "lower": "schedules.lower",
+    "measure_rates": "planning.rates",
+    "profile": "planning.measure",
     "save": "checkpoint.save",
     "schedule_names": "schedules.build",
     "search_schedule": "schedules.search.search",

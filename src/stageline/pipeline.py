@@ -16,8 +16,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.arguments import check_function, check_size
-from stageline.errors import BatchError, ModelError, ParityError
-from stageline.model.layers import CHAIN, INPUT, Layer, LayerSequence, Value
+from stageline.errors import ModelError, ParityError
+from stageline.model.inputs import named_inputs
+from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.report.timeline import Timeline
 from stageline.runtime import engine, measured, microbatches, trees
@@ -123,7 +124,7 @@ class Pipeline:
         self.seed, self.num_steps = seed, 0
         self.schedule = schedule_of(schedule, num_ranks, num_microbatches)
         self.devices = by_rank(devices, num_ranks)
-        shapes = None if sample is None else self._named(sample, {})
+        shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
         edges, sent = edges_of(self.layers, self.cut)
         self.homes = [rank for rank, part in self._placed() for _ in part]  # of the layers
@@ -348,7 +349,7 @@ class Pipeline:
 
     def _start(self, inputs: Any, named: Mapping[str, Any], pieces: list[int]) -> Step:
         with torch.enable_grad():  # inputs may come from a graph of the caller's
-            parts = microbatches.cut(self._named(inputs, named), pieces)
+            parts = microbatches.cut(named_inputs(self.layers, inputs, named), pieces)
         first = self.peers.replica * self.schedule.num_microbatches
         return Step(parts, self.seed, self.num_steps, first, Ambient.here())
 
@@ -421,23 +422,6 @@ class Pipeline:
             return [size / samples for size in pieces]
         total = self.peers.total(sum(float(self.count_fn(part)) for part in targets))
         return [1.0 / total if total else 0.0] * len(pieces)
-
-    def _named(self, inputs: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs by name: those of a dict, or the one that the first layer reads."""
-        names = {v.name for row in self.layers.sources for v in row if v.writer == INPUT}
-        is_named = isinstance(inputs, dict) and names - named.keys() != {CHAIN}
-        found = {**(inputs if is_named else {CHAIN: inputs}), **named}
-        if unknown := sorted(named.keys() - names):
-            raise BatchError(
-                f"inputs are given by the names {', '.join(unknown)}, but layers read "
-                f"{', '.join(sorted(names))}: name them in a layer's reads, or leave them away"
-            )
-        if missing := sorted(names - found.keys()):
-            raise BatchError(
-                f"inputs have {', '.join(map(str, found))}, but layers read {', '.join(missing)} "
-                "before any layer writes it: give inputs as a dict with these names"
-            )
-        return {name: found[name] for name in names}
 
 
 def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -22,15 +22,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, config=CHECKED)
 class LayerCost:
-    """Of one layer, for one micro-batch; seconds and bytes."""
+    """Of one layer, for one micro-batch; seconds and bytes.
+
+    `activation` and `retained` are of what the layer itself wrote, so a stage keeps the sum of its
+    layers', and beside that what it reads from other stages and what is unsaved of what it sends.
+    """
 
     forward: Amount
-    input_grad: Amount
+    input_grad: Amount  # with weight_grad what B takes
     weight_grad: Amount
     activation: Amount  # kept from F until I, without the layer's own inputs from other stages
     retained: Amount  # the part of it that is kept until W
     parameters: Amount
     buffers: Amount
+    waiting: Amount = 0.0  # gradients that are kept from I until W, beside what is retained
+    halving: Amount = 0.0  # seconds by which F, I and W take longer than F and B, most of it in F
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -44,6 +50,7 @@ class ValueCost:
     writer: Annotated[int, Field(ge=-1)]
     readers: tuple[int, ...]
     size: Amount
+    unsaved: Amount = 0.0  # kept from F until I only if it is sent, and in no layer's activation
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -149,16 +156,18 @@ def _mixed(
         samples,
         tuple(_mixed_layer(a, b, between) for a, b in zip(low.layers, high.layers, strict=True)),
         tuple(
-            ValueCost(a.writer, a.readers, between(a.size, b.size))
+            replace(a, size=between(a.size, b.size), unsaved=between(a.unsaved, b.unsaved))
             for a, b in zip(low.values, high.values, strict=True)
         ),
     )
 
 
 def _mixed_layer(a: LayerCost, b: LayerCost, between: Callable[[float, float], float]) -> LayerCost:
-    *changing, parameters, buffers = zip(astuple(a), astuple(b), strict=True)
-    forward, input_grad, weight_grad, activation, retained = (between(*pair) for pair in changing)
-    retained = min(retained, activation)
-    return LayerCost(
-        forward, input_grad, weight_grad, activation, retained, parameters[0], buffers[0]
-    )
+    pairs = {
+        cost.name: (getattr(a, cost.name), getattr(b, cost.name)) for cost in fields(LayerCost)
+    }
+    mixed = {
+        name: pair[0] if name in ("parameters", "buffers") else between(*pair)
+        for name, pair in pairs.items()
+    }
+    return LayerCost(**mixed | {"retained": min(mixed["retained"], mixed["activation"])})

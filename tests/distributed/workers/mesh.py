@@ -77,6 +77,8 @@ def main(names: str) -> None:
     for name in ("1f1b", "interleaved_1f1b", "zbv"):
         made = model(None if has_replicas else mesh["tp"])
         pipe = sl.Pipeline(made, loss, num_ranks=2, schedule=name, mesh=mesh, **options)
+        if has_replicas:
+            pipe.verify(*torch.randint(0, 11, (2, 16, 5))[:, part])
         found, heard = trained(part, pipe)
         alone = sl.Pipeline(
             model(), loss, num_ranks=1, num_microbatches=8, count_fn=count, backend="serial"
