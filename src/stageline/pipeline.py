@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -48,6 +48,12 @@ from stageline.schedules.lower import lower
 from stageline.schedules.schedule import Schedule
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Closes(Protocol):
+    """Something that ends with the pipeline."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class Pipeline:
         modes = recompute_modes(recompute, len(stages))
         self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
         self.has_agreed = False  # with other processes, that all are about to do the same
-        self.desk: object = None  # of its checkpoints, once there is one
+        self.desk: Closes | None = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
@@ -255,8 +261,14 @@ class Pipeline:
             measured.fill(timeline, trace, self.schedule)
 
     def close(self) -> None:
-        """End the threads; a pipeline that is garbage collected ends them as well."""
+        """End the threads, and the process groups; with several processes, of all of them.
+
+        A pipeline that is garbage collected ends its threads as well.
+        """
+        if self.desk is not None:
+            self.desk.close()
         self.driver.close()
+        self.peers.close()
 
     def _mistrust_if_drawn(self, before: Tensor) -> None:
         """A layer that drew nothing when it was watched may begin to; then all are watched."""

@@ -78,3 +78,10 @@ def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
         outputs.append(ended.output)
     assert outputs[0] == outputs[1]
     assert "trained" in outputs[0]
+
+
+def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
+    """`stageline run --ranks 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
+    for ended in launch("endurance", 3, "40", "120"):
+        assert ended.code == 0, ended.output
+        assert "no growth" in ended.output

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
+from stageline.runtime.mesh import destroy
 from stageline.runtime.peers import Group
 
 T = TypeVar("T")
@@ -59,6 +60,11 @@ class Desk:
         saving, self.saving = self.saving, None
         if saving is not None and not saving.is_told:
             saving.wait()
+
+    def close(self) -> None:
+        self.settle()
+        if self.group is not None:
+            destroy(self.group)
 
     def everywhere(self, value: T) -> list[T]:
         """By process, what each of them has."""

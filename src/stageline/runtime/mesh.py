@@ -6,6 +6,7 @@ dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeli
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,18 @@ class Place:
     replica: int
     num_replicas: int
     speaks: bool  # of several processes with the same part of the same replica, one speaks
+
+    def close(self) -> None:
+        for group in (self.pipeline, self.everyone, self.replicas):
+            if group is not None:
+                destroy(group)
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Unless that is done already, for this group or for all at once."""
+    with suppress(ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def find_place(mesh: DeviceMesh | None, num_ranks: int) -> Place:

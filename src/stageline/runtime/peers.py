@@ -100,6 +100,9 @@ class Peers(Protocol):
     def verdict(self, own: str | None) -> str | None:
         """The first rank's that has something to say."""
 
+    def close(self) -> None:
+        """Nothing more will be told."""
+
 
 class Alone:
     """All ranks are here."""
@@ -157,6 +160,9 @@ class Alone:
 
     def verdict(self, own: str | None) -> str | None:
         return own
+
+    def close(self) -> None:
+        pass
 
 
 class Group:
@@ -321,6 +327,11 @@ class Group:
 
     def verdict(self, own: str | None) -> str | None:
         return next((text for text in self._gathered(own) if text is not None), None)
+
+    def close(self) -> None:
+        """The groups take file descriptors, ten for a pipeline of two ranks."""
+        _arrive(self.telling)
+        self.place.close()
 
     def _gathered(self, own: T) -> list[T]:
         """By rank, what each of them has."""
