@@ -1,0 +1,182 @@
+"""A cluster: devices with their memory and speed, and the links between them, level by level.
+
+levels from inside out: 4 devices a machine, 2 machines a site
+
+machine 0      machine 1
+0  1  2  3  │  4  5  6  7       link(0, 3) is the machine's, link(3, 4) the site's
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from stageline.costs import Link
+from stageline.errors import PlanError
+from stageline.planning.profile import CHECKED, first_fault, read_json
+from stageline.units import parse_bytes
+
+Size = float | str  # bytes, or words like "22GiB"
+T = TypeVar("T")
+
+
+def _with_plan_errors(kind: type[T]) -> type[T]:
+    """Pydantic wraps every `ValueError` in one of its own: unwrap ours, and put theirs in words."""
+    checked: Callable[..., None] = kind.__init__
+
+    def __init__(self: T, *args: object, **kwargs: object) -> None:  # noqa: N807
+        try:
+            checked(self, *args, **kwargs)
+        except ValidationError as error:
+            ours = error.errors()[0].get("ctx", {}).get("error")
+            refused = f"{kind.__name__} {first_fault(error)}"
+            raise (ours if isinstance(ours, PlanError) else PlanError(refused)) from None
+
+    kind.__init__ = __init__  # type: ignore[assignment]  # the same arguments, other errors
+    return kind
+
+
+@_with_plan_errors
+@dataclass(frozen=True, config=CHECKED)
+class Device:
+    """Bytes that it holds, and how many times as fast it is as the one of the profile."""
+
+    memory: Size
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", _in_bytes(self.memory))
+        _check_positive("memory", self.memory_bytes, "give what one device holds, like '22GiB'")
+        _check_positive("speed", self.speed, "give 1.0 for a device like that of the profile")
+
+    @property
+    def memory_bytes(self) -> float:
+        return _in_bytes(self.memory)
+
+
+@_with_plan_errors
+@dataclass(frozen=True, config=CHECKED)
+class Level:
+    """So many of the level inside it, or devices, joined by links alike; bytes a second, seconds.
+
+    >>> Level("machine", size=8, bandwidth=300e9)
+    Level(name='machine', size=8, bandwidth=300000000000.0, latency=0.0)
+    """
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        of = f"of level {self.name!r}"
+        _check_positive(f"size {of}", self.size, "leave the level out if it joins nothing")
+        _check_positive(f"bandwidth {of}", self.bandwidth, "give bytes a second")
+        if not 0 <= self.latency < math.inf:
+            raise PlanError(
+                f"latency {of} is {self.latency}, but has to be 0 or more: give seconds"
+            )
+
+
+@_with_plan_errors
+@dataclass(frozen=True, config=CHECKED)
+class Cluster:
+    """What a plan is made for. Without `levels` a transfer costs nothing.
+
+    Devices that are alike are given by `memory`, others one by one in `devices`.
+
+    >>> machine, site = Level("machine", 8, 300e9), Level("site", 4, 25e9, latency=5e-6)
+    >>> cluster = Cluster(num_devices=32, memory="22GiB", levels=(machine, site))
+    >>> cluster.device(31)
+    Device(memory=23622320128.0, speed=1.0)
+    >>> cluster.link(0, 7), cluster.link(7, 8)
+    (Link(latency=0.0, bandwidth=300000000000.0), Link(latency=5e-06, bandwidth=25000000000.0))
+    """
+
+    num_devices: int
+    memory: Size | None = None
+    devices: tuple[Device, ...] = ()
+    levels: tuple[Level, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise PlanError(f"num_devices is {self.num_devices}, but a cluster needs 1 at least")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", Device(self.memory).memory)
+        self._check_devices()
+        self._check_levels()
+
+    def device(self, number: int) -> Device:
+        self._check_number(number)
+        return self.devices[number] if self.devices else Device(self.memory or 0)
+
+    def link(self, a: int, b: int) -> Link:
+        """That of the innermost level with both devices; a device reaches itself for nothing."""
+        self._check_number(a)
+        self._check_number(b)
+        if a == b or not self.levels:
+            return Link()
+        spans = accumulate((level.size for level in self.levels), mul)
+        level = next(
+            level for level, span in zip(self.levels, spans, strict=True) if a // span == b // span
+        )
+        return Link(level.latency, level.bandwidth)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As JSON."""
+        Path(path).write_bytes(TypeAdapter(Cluster).dump_json(self, indent=1))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Cluster:
+        return read_json(path, TypeAdapter(Cluster))
+
+    def _check_devices(self) -> None:
+        if (self.memory is None) == (not self.devices):
+            seen = "both are given" if self.devices else "neither is given"
+            raise PlanError(
+                f"memory and devices: {seen}, but a cluster needs one of them: "
+                "give memory='22GiB' for devices that are alike, or devices=, one Device each"
+            )
+        if self.devices and len(self.devices) != self.num_devices:
+            raise PlanError(
+                f"devices has {len(self.devices)} entries, but num_devices is "
+                f"{self.num_devices}: give one each"
+            )
+
+    def _check_levels(self) -> None:
+        sizes = [level.size for level in self.levels]
+        if sizes and math.prod(sizes) != self.num_devices:
+            product = " × ".join(map(str, sizes))
+            raise PlanError(
+                f"levels join {product} = {math.prod(sizes)} devices, but num_devices is "
+                f"{self.num_devices}: give sizes from inside out whose product is that"
+            )
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < self.num_devices:
+            raise PlanError(
+                f"device {number} was asked for, but the cluster has {self.num_devices}: "
+                f"give a number from 0 to {self.num_devices - 1}"
+            )
+
+
+def _in_bytes(size: Size) -> float:
+    try:
+        return parse_bytes(size) if isinstance(size, str) else float(size)
+    except ValueError:
+        raise PlanError(
+            f"memory is {size!r}, but has to be a size in bytes: write it like '22GiB' or '512MB'"
+        ) from None
+
+
+def _check_positive(name: str, value: float, hint: str) -> None:
+    if not 0 < value < math.inf:
+        raise PlanError(f"{name} is {value:g}, but has to be a finite number above 0: {hint}")

@@ -1,0 +1,181 @@
+"""Clusters as they are given, their links, their files, and the errors of impossible ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stageline.costs import Link
+from stageline.errors import PlanError
+from stageline.planning.cluster import Cluster, Device, Level
+
+MACHINE = Level("machine", 8, 300e9, 1e-6)
+SITE = Level("site", 16, 25e9, 5e-6)
+WORLD = Level("world", 8, 1e9, 30e-3)
+
+
+def refused(message: str) -> Any:
+    return pytest.raises(PlanError, match=f"^{re.escape(message)}$")
+
+
+def test_devices_that_are_alike_need_one_memory() -> None:
+    cluster = Cluster(num_devices=8, memory="22GiB")
+    assert {cluster.device(number) for number in range(8)} == {Device(22 * 2**30)}
+    assert cluster == Cluster(8, memory=22 * 2**30)
+
+
+def test_devices_may_differ_in_memory_and_speed() -> None:
+    cluster = Cluster(2, devices=(Device("80GiB", speed=2.5), Device("24GiB")))
+    assert [cluster.device(number).speed for number in range(2)] == [2.5, 1.0]
+    assert cluster.device(1).memory_bytes == 24 * 2**30
+
+
+def test_a_link_is_that_of_the_innermost_level_with_both_devices() -> None:
+    cluster = Cluster(1024, memory="80GiB", levels=(MACHINE, SITE, WORLD))
+    assert cluster.link(0, 7) == cluster.link(7, 0) == Link(1e-6, 300e9)
+    assert cluster.link(7, 8) == cluster.link(0, 127) == Link(5e-6, 25e9)
+    assert cluster.link(127, 128) == cluster.link(0, 1023) == Link(30e-3, 1e9)
+
+
+def test_a_device_reaches_itself_and_without_levels_everyone_for_nothing() -> None:
+    assert Cluster(1024, memory="80GiB", levels=(MACHINE, SITE, WORLD)).link(9, 9) == Link()
+    assert Cluster(4, memory=1).link(0, 3) == Link()
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_two_devices_share_a_level_when_their_numbers_agree_outside_it(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    levels = tuple(Level(f"level {i}", size, 10.0**-i) for i, size in enumerate(sizes))
+    coordinates = st.tuples(*(st.integers(0, size - 1) for size in sizes))
+    a, b = data.draw(coordinates), data.draw(coordinates)
+
+    def number(coordinate: tuple[int, ...]) -> int:
+        total = 0
+        for size, place in zip(reversed(sizes), reversed(coordinate), strict=True):
+            total = total * size + place
+        return total
+
+    cluster = Cluster(number(tuple(size - 1 for size in sizes)) + 1, memory=1, levels=levels)
+    differing = [level for level, x, y in zip(levels, a, b, strict=True) if x != y]
+    expected = Link(0.0, differing[-1].bandwidth) if differing else Link()
+    assert cluster.link(number(a), number(b)) == expected
+
+
+def test_a_cluster_comes_back_from_its_file(tmp_path: Path) -> None:
+    alike = Cluster(1024, memory="80GiB", levels=(MACHINE, SITE, WORLD))
+    mixed = Cluster(2, devices=(Device("80GiB", speed=2.5), Device("24GiB")))
+    for cluster in (alike, mixed):
+        cluster.save(tmp_path / "cluster.json")
+        assert Cluster.load(tmp_path / "cluster.json") == cluster
+
+
+def test_a_file_may_give_memory_in_words(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text('{"num_devices": 2, "memory": "1KiB"}')
+    assert Cluster.load(tmp_path / "cluster.json") == Cluster(2, memory=1024)
+
+
+def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text('{"num_devices": 2, "memory": "1KiB", "memmory": 3}')
+    with pytest.raises(PlanError, match=r"cluster\.json' has a fault at memmory"):
+        Cluster.load(path)
+    path.write_text('{"num_devices": 0, "memory": 1}')
+    with pytest.raises(PlanError, match="num_devices is 0, but a cluster needs 1 at least"):
+        Cluster.load(path)
+    with pytest.raises(PlanError, match=r"nowhere\.json' cannot be read"):
+        Cluster.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_devices": 0, "memory": 1},
+            "num_devices is 0, but a cluster needs 1 at least",
+        ),
+        (
+            {"num_devices": 2},
+            (
+                "memory and devices: neither is given, but a cluster needs one of them: give "
+                "memory='22GiB' for devices that are alike, or devices=, one Device each"
+            ),
+        ),
+        (
+            {"num_devices": 1, "memory": 1, "devices": (Device(1),)},
+            (
+                "memory and devices: both are given, but a cluster needs one of them: give "
+                "memory='22GiB' for devices that are alike, or devices=, one Device each"
+            ),
+        ),
+        (
+            {"num_devices": 3, "devices": (Device(1), Device(1))},
+            "devices has 2 entries, but num_devices is 3: give one each",
+        ),
+        (
+            {"num_devices": 2, "memory": -5},
+            (
+                "memory is -5, but has to be a finite number above 0: "
+                "give what one device holds, like '22GiB'"
+            ),
+        ),
+        (
+            {"num_devices": 100, "memory": 1, "levels": (MACHINE, SITE)},
+            (
+                "levels join 8 × 16 = 128 devices, but num_devices is 100: "
+                "give sizes from inside out whose product is that"
+            ),
+        ),
+        (
+            {"num_devices": "many", "memory": 1},
+            (
+                "Cluster has a fault at num_devices: input should be a valid integer, "
+                "unable to parse string as an integer (it is 'many')"
+            ),
+        ),
+        (
+            {"num_devices": 1, "memory": "22 bananas"},
+            (
+                "memory is '22 bananas', but has to be a size in bytes: "
+                "write it like '22GiB' or '512MB'"
+            ),
+        ),
+    ],
+)
+def test_an_impossible_cluster_is_refused(given: dict[str, Any], message: str) -> None:
+    with refused(message):
+        Cluster(**given)
+
+
+def test_an_impossible_device_or_level_is_refused() -> None:
+    with refused(
+        "speed is 0, but has to be a finite number above 0: "
+        "give 1.0 for a device like that of the profile"
+    ):
+        Device(1, speed=0)
+    with refused(
+        "bandwidth of level 'site' is 0, but has to be a finite number above 0: give bytes a second"
+    ):
+        Level("site", 2, bandwidth=0)
+    with refused(
+        "size of level 'site' is -2, but has to be a finite number above 0: "
+        "leave the level out if it joins nothing"
+    ):
+        Level("site", -2, bandwidth=1)
+    with refused("latency of level 'site' is -1.0, but has to be 0 or more: give seconds"):
+        Level("site", 2, bandwidth=1, latency=-1)
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_device_that_is_not_there_has_no_link(number: int) -> None:
+    cluster = Cluster(4, memory=1)
+    message = f"device {number} was asked for, but the cluster has 4: give a number from 0 to 3"
+    with refused(message):
+        cluster.link(0, number)
+    with refused(message):
+        cluster.device(number)
