@@ -53,6 +53,8 @@ class Costs:
         None  # the part of it still held until the end of W; all of it by default
     )
 
+    waiting: PerStage = 0.0  # gradients held from the end of I to the end of W beside that
+
     recompute: PerStage = 0.0  # time to run the forward again, in front of I or B
     working_set: PerStage = 0.0  # held only while I or B runs: what recomputation brings back
 

@@ -1,0 +1,134 @@
+"""A plan: how to train a model on a cluster, what that should take, and what else was looked at."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+from rich.console import Console
+from rich.table import Table
+
+from stageline.costs import PER_STAGE, Costs
+from stageline.errors import PlanError
+from stageline.planning.profile import CHECKED, Amount, Count, read_json
+from stageline.report.summary import percent
+from stageline.report.timeline import Timeline
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
+from stageline.units import format_bytes
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Option:
+    """One way to train, with what is expected of it."""
+
+    schedule: str
+    num_ranks: Count
+    replicas: Count
+    num_microbatches: Count
+    samples: Count  # of a micro-batch
+    recompute: Annotated[int, Field(ge=0)]  # stages that run their forwards again
+    seconds: Amount  # of a step
+    bubble: Amount  # idle share of all ranks
+    peak_memory: Amount  # bytes, of the fullest rank
+    verdict: str = ""  # why it is not the plan
+
+    @property
+    def words(self) -> str:
+        replicas = f" × {self.replicas} replicas" if self.replicas > 1 else ""
+        again = f", {self.recompute} stages recomputed" if self.recompute else ""
+        return (
+            f"{self.schedule} on {self.num_ranks} ranks{replicas}, "
+            f"{self.num_microbatches} micro-batches of {self.samples}{again}"
+        )
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Plan:
+    """What `sl.plan` found; `sl.Pipeline(model, loss_fn, plan=plan)` takes it."""
+
+    layers: tuple[str, ...]  # names: a plan is for one model
+    balance: tuple[Count, ...]
+    recompute: tuple[bool, ...]  # by stage
+    actions: tuple[str, ...]  # the schedule, a row for each rank: '0F0 0F1 0B0 …'
+    costs: dict[str, tuple[Amount, ...]]  # by field of Costs, by stage; seconds and bytes
+    peak_memory: tuple[Amount, ...]  # bytes, by rank
+    batch_size: Count
+    chosen: Option
+    others: tuple[Option, ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return replace(Schedule.from_text(*self.actions), name=self.chosen.schedule)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What is expected of a step, in milliseconds, as measured ones are."""
+        times = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
+        fields: dict[str, Any] = {
+            name: [1e3 * value for value in values] if name in times else values
+            for name, values in self.costs.items()
+        }
+        predicted = simulate(self.schedule, Costs(**fields))
+        return replace(predicted, name=f"{self.chosen.schedule}, predicted in ms")
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second."""
+        return self.batch_size / self.chosen.seconds
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As JSON."""
+        Path(path).write_bytes(TypeAdapter(Plan).dump_json(self, indent=1))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        return read_json(path, TypeAdapter(Plan))
+
+    def check(self, layers: tuple[str, ...]) -> None:
+        """Raise unless it is for a model with these layers."""
+        if layers != self.layers:
+            pairs = zip(layers, self.layers, strict=False)
+            apart = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+            where = "" if apart is None else f"; layer {apart} is {layers[apart]!r} here and "
+            where += "" if apart is None else f"{self.layers[apart]!r} there"
+            raise PlanError(
+                f"the model has {len(layers)} layers, but the plan is for one of "
+                f"{len(self.layers)}{where}: plan for this model"
+            )
+
+    def __str__(self) -> str:
+        with StringIO() as text:
+            console = Console(file=text, width=110, highlight=False, markup=False)
+            console.print(self._table())
+            console.print(f"layers by stage: {', '.join(map(str, self.balance))}")
+            memory = ", ".join(format_bytes(size) for size in self.peak_memory)
+            console.print(f"peak memory by rank: {memory}")
+            return text.getvalue().rstrip()
+
+    def _table(self) -> Table:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for name in ("plan", "step, ms", "samples/s", "bubble", "peak memory", ""):
+            table.add_column(name, justify="left" if name in ("plan", "") else "right")
+        for option in (self.chosen, *self.others):
+            table.add_row(
+                option.words,
+                f"{1e3 * option.seconds:.4g}",
+                f"{self.batch_size / option.seconds:.4g}",
+                percent(option.bubble),
+                format_bytes(option.peak_memory),
+                option.verdict,
+            )
+        return table
+
+
+def costs_as_numbers(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
+    """By field, all that is not as it is without being given."""
+    given = (name for name in PER_STAGE if getattr(costs, name) != getattr(Costs(), name))
+    return {name: costs.per_stage(name, num_stages) for name in given}

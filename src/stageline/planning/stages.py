@@ -1,0 +1,154 @@
+"""From layers to stages: what each stage of a cut costs in time and memory.
+
+kept from F to I    what its layers wrote and save, what it reads from other stages, and what it
+                    keeps only because it is sent
+kept from I to W    the part of that which weight gradients need, and gradients that wait
+recomputed          only what it reads from other stages; the rest comes back for a moment
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from stageline.costs import Costs
+from stageline.errors import PlanError
+from stageline.planning.cluster import Cluster
+from stageline.planning.profile import LayerCost, Measurement, Tied, ValueCost
+from stageline.schedules.placement import Placement
+
+STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}  # tensors a parameter
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Layers cut into stages, and on which ranks they are."""
+
+    balance: tuple[int, ...]
+    placement: Placement
+    recompute: tuple[bool, ...]  # by stage
+
+    @property
+    def stages(self) -> list[range]:
+        return [range(*pair) for pair in pairwise(accumulate(self.balance, initial=0))]
+
+    @property
+    def homes(self) -> list[int]:
+        """By layer, its stage."""
+        return [stage for stage, layers in enumerate(self.stages) for _ in layers]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a micro-batch that pass between stages."""
+
+    read: list[float]  # by stage: what comes from others
+    unsaved: list[float]  # by stage: what it keeps because it is sent
+    sent: dict[tuple[int, int], float]  # by writer and reader stage
+
+    @staticmethod
+    def of(values: Iterable[ValueCost], homes: Sequence[int]) -> Traffic:
+        count = homes[-1] + 1
+        read, unsaved = [0.0] * count, [0.0] * count
+        sent: dict[tuple[int, int], float] = {}
+        for value in values:
+            if value.writer < 0:
+                continue  # every rank has what the loader brings
+            writer = homes[value.writer]
+            readers = {homes[reader] for reader in value.readers} - {writer}
+            for reader in readers:
+                read[reader] += value.size
+                sent[writer, reader] = sent.get((writer, reader), 0.0) + value.size
+            unsaved[writer] += value.unsaved if readers else 0.0
+        return Traffic(read, unsaved, sent)
+
+
+def stage_costs(
+    measurement: Measurement,
+    tied: Sequence[Tied],
+    cut: Cut,
+    cluster: Cluster,
+    *,
+    in_halves: bool,
+    optimizer: str,
+) -> Costs:
+    """`in_halves` if the schedule has I and W: then forwards take longer, and gradients wait."""
+    layers = [[measurement.layers[number] for number in stage] for stage in cut.stages]
+    traffic = Traffic.of(measurement.values, cut.homes)
+    speeds = [cluster.device(rank).speed for rank in cut.placement]
+    forward = _over([_sum(row, "forward") for row in layers], speeds)
+    halving = _over([_sum(row, "halving") for row in layers], speeds)
+    kept = [
+        _sum(row, "activation") + read + unsaved
+        for row, read, unsaved in zip(layers, traffic.read, traffic.unsaved, strict=True)
+    ]
+    held = [
+        read if again else all_of_it
+        for read, all_of_it, again in zip(traffic.read, kept, cut.recompute, strict=True)
+    ]
+    needed = [
+        min(_sum(row, "retained") + read, all_of_it)
+        for row, read, all_of_it in zip(layers, traffic.read, kept, strict=True)
+    ]
+    retained = [min(pair) for pair in zip(needed, held, strict=True)]
+    brought_back = [a - b for a, b in zip(needed, retained, strict=True)]  # and kept until W
+    parameters = _parameters(layers, tied, cut)
+    return Costs(
+        forward=[f + h * in_halves for f, h in zip(forward, halving, strict=True)],
+        input_grad=_over([_sum(row, "input_grad") for row in layers], speeds),
+        weight_grad=_over([_sum(row, "weight_grad") for row in layers], speeds),
+        transfer=_transfers(traffic, cut.placement, cluster),
+        activation=held,
+        retained=retained,
+        waiting=[
+            (_sum(row, "waiting") + more) * in_halves
+            for row, more in zip(layers, brought_back, strict=True)
+        ],
+        recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
+        working_set=[a - h for a, h in zip(kept, held, strict=True)],
+        parameters=parameters,
+        gradients=[_sum(row, "parameters") for row in layers],
+        optimizer_state=[states_of(optimizer) * size for size in parameters],
+    )
+
+
+def states_of(optimizer: str) -> int:
+    """Tensors that it keeps for each parameter, of the parameter's own type as torch's do."""
+    if optimizer not in STATES:
+        raise PlanError(f"optimizer is {optimizer!r}, but has to be one of {', '.join(STATES)}")
+    return STATES[optimizer]
+
+
+def _sum(layers: Iterable[LayerCost], name: str) -> float:
+    return math.fsum(getattr(layer, name) for layer in layers)
+
+
+def _over(times: Sequence[float], speeds: Sequence[float]) -> list[float]:
+    return [time / speed for time, speed in zip(times, speeds, strict=True)]
+
+
+def _parameters(
+    layers: Sequence[Sequence[LayerCost]], tied: Sequence[Tied], cut: Cut
+) -> list[float]:
+    """With buffers; of a tied weight a rank holds one, with its first layer."""
+    sizes = [_sum(row, "parameters") + _sum(row, "buffers") for row in layers]
+    homes = cut.homes
+    for weight in tied:
+        seen = set()
+        for layer in weight.layers:
+            stage = homes[layer]
+            if cut.placement[stage] in seen:
+                sizes[stage] -= weight.parameters
+            seen.add(cut.placement[stage])
+    return sizes
+
+
+def _transfers(traffic: Traffic, placement: Placement, cluster: Cluster) -> list[float]:
+    """By writing stage: until its slowest reader has what it wrote."""
+    times = [0.0] * len(placement)
+    for (writer, reader), size in traffic.sent.items():
+        link = cluster.link(placement[writer], placement[reader])
+        times[writer] = max(times[writer], link.latency + size / link.bandwidth)
+    return times
