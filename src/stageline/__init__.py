@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.pipeline import StepResult as StepResult
+    from stageline.planning.cluster import Cluster as Cluster
     from stageline.planning.estimate import estimate as estimate
     from stageline.planning.measure import profile as profile
+    from stageline.planning.plan import Plan as Plan
     from stageline.planning.profile import Profile as Profile
     from stageline.planning.rates import measure_rates as measure_rates
+    from stageline.planning.search import plan as plan
     from stageline.report.timeline import Timeline as Timeline
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
@@ -52,6 +55,7 @@ _HOMES = {
     "Action": "schedules.action",
     "BatchError": "errors",
     "CheckpointError": "errors",
+    "Cluster": "planning.cluster",
     "Costs": "costs",
     "CostsError": "errors",
     "Kind": "schedules.action",
@@ -61,6 +65,7 @@ _HOMES = {
     "ModelError": "errors",
     "ParityError": "errors",
     "Pipeline": "pipeline",
+    "Plan": "planning.plan",
     "PlanError": "errors",
     "Profile": "planning.profile",
     "Program": "schedules.program",
@@ -80,6 +85,7 @@ _HOMES = {
     "load": "checkpoint.load",
     "lower": "schedules.lower",
     "measure_rates": "planning.rates",
+    "plan": "planning.search",
     "profile": "planning.measure",
     "save": "checkpoint.save",
     "schedule_names": "schedules.build",

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from stageline import __version__
 from stageline.costs import Costs, Link
-from stageline.errors import CostsError, ReportError, ScheduleError, StagelineError
+from stageline.errors import CostsError, PlanError, ReportError, ScheduleError, StagelineError
 from stageline.report.files import WRITERS
 from stageline.report.summary import number, percent
 from stageline.report.timeline import Timeline
@@ -23,6 +23,9 @@ from stageline.schedules.build import FAMILIES, build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
+
+if TYPE_CHECKING:
+    from stageline.planning.profile import Profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -219,6 +222,81 @@ def demo(
 
     for path in run(folder, steps=steps, ranks=ranks, schedule=schedule):
         typer.echo(f"wrote {path}", err=True)
+
+
+UserModel = Annotated[
+    str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns model, loss_fn, inputs, target.")
+]
+
+
+@app.command()
+def profile(
+    model: UserModel,
+    ranks: Annotated[int, typer.Option(help="That many at once, to share the cores.")] = 1,
+    save: Annotated[Path, typer.Option("--save", "-o", help="Where to write it.")] = Path(
+        "profile.json"
+    ),
+) -> None:
+    """Measure what each layer of your model costs, in time and memory.
+
+    [dim]stageline profile my_model:build --ranks 2 --save profile.json[/dim]
+    """
+    _profiled(model, ranks).save(save)
+    typer.echo(f"wrote {save}", err=True)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="MODULE:FUNCTION, or a profile as JSON.")
+    ],
+    batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas together.")],
+    devices: Annotated[int | None, typer.Option(help="How many there are, all alike.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each of them, like 22GiB.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster as JSON, instead.")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adagrad, adam, adamw.")] = "adamw",
+    ranks: Annotated[int, typer.Option(help="To profile at once, if they share cores.")] = 1,
+    save: Annotated[Path, typer.Option("--save", "-o", help="Where to write it.")] = Path(
+        "plan.json"
+    ),
+) -> None:
+    """Find the fastest way to train your model that fits in the devices' memory.
+
+    [dim]stageline plan my_model:build --devices 8 --memory 22GiB --batch 512[/dim]
+
+    Prints ranked ways with what is expected of them, and the timeline of the best;
+    [b]sl.Pipeline(model, loss_fn, plan=sl.Plan.load("plan.json"))[/b] takes it.
+    """
+    with Console(stderr=True).status("loading PyTorch"):
+        from stageline.planning.cluster import Cluster  # noqa: PLC0415
+        from stageline.planning.profile import Profile  # noqa: PLC0415
+        from stageline.planning.search import plan as search  # noqa: PLC0415
+    if cluster is None and (devices is None or memory is None):
+        raise PlanError("there is no cluster, but one is needed: --devices and --memory, or a file")
+    machines = Cluster.load(cluster) if cluster else Cluster(devices or 0, memory)
+    is_file = model.endswith(".json")
+    costs = Profile.load(model) if is_file else _profiled(model, ranks)
+    with Console(stderr=True).status("planning") as status:
+        found = search(
+            costs,
+            machines,
+            batch_size=batch,
+            optimizer=optimizer,
+            progress=lambda count, words: status.update(f"planning: {count} tried, {words}"),
+        )
+    typer.echo(f"{found}\n")
+    _print_grid(found.timeline)
+    found.save(save)
+    typer.echo(f"wrote {save}", err=True)
+
+
+def _profiled(model: str, ranks: int) -> Profile:
+    with Console(stderr=True).status("loading PyTorch"):
+        from stageline.planning.measure import profile as measure  # noqa: PLC0415
+        from stageline.reference import call  # noqa: PLC0415
+        from stageline.verification import Case  # noqa: PLC0415
+    case = Case.of(call(model))
+    return measure(case.model, case.inputs, loss_fn=case.loss_fn, target=case.target, ranks=ranks)
 
 
 @dataclass(frozen=True)

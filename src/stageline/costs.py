@@ -158,7 +158,7 @@ PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
 
 def _numbers(name: str, value: object) -> float | tuple[float, ...]:
     """A float, or a tuple of them; anything negative, infinite or not a number is refused."""
-    if isinstance(value, _Array):
+    if not isinstance(value, list | tuple | float) and isinstance(value, _Array):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(_number(f"{name}[{stage}]", item) for stage, item in enumerate(value))
@@ -173,7 +173,7 @@ class _Array(Protocol):
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, _Array):
+    if not isinstance(value, int | float) and isinstance(value, _Array):  # the second is slow
         value = value.tolist()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CostsError(f"{name} is {value!r}, but a cost is a number >= 0")

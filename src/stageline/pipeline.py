@@ -20,6 +20,7 @@ from stageline.errors import ModelError, ParityError
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
+from stageline.planning.plan import Plan, planned
 from stageline.report.timeline import Timeline
 from stageline.runtime import engine, measured, microbatches, trees
 from stageline.runtime.ambient import Ambient
@@ -80,11 +81,13 @@ class Pipeline:
     optimizer is yours. `loss_fn(output, target)` returns the mean over its samples; or their sum,
     if `count_fn(target)` says how many of them count.
 
-    `balance` is the number of layers in each stage; None balances their costs, by FLOPs if there is
-    a `sample` of the inputs (only its shapes count), or else by parameters. `recompute` and
-    `offload` save memory; `accumulate="fused"` saves time for another rounding. `devices` has one
-    for each rank. Weights of a model on the meta device are made here, by `init(layer)` or by their
-    modules' own `reset_parameters()`; with several processes each makes those of its stages only.
+    A `plan` of `sl.plan` says how many ranks and micro-batches there are, the schedule, the balance
+    and what is recomputed. `balance` is the number of layers in each stage; None balances their
+    costs, by FLOPs if there is a `sample` of the inputs (only its shapes count), or else by
+    parameters. `recompute` and `offload` save memory; `accumulate="fused"` saves time for another
+    rounding. `devices` has one for each rank. Weights of a model on the meta device are made here,
+    by `init(layer)` or by their modules' own `reset_parameters()`; with several processes each
+    makes those of its stages only.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
@@ -98,9 +101,10 @@ class Pipeline:
         model: LayerSequence | nn.Module | Iterable[Layer | nn.Module],
         loss_fn: LossFunction,
         *,
-        num_ranks: int,
-        num_microbatches: int,
+        num_ranks: int | None = None,
+        num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
+        plan: Plan | None = None,
         balance: Sequence[int] | None = None,
         sample: Any = None,
         recompute: str | Sequence[str] = "never",
@@ -115,8 +119,17 @@ class Pipeline:
         init: Init | None = None,
         seed: int = 0,
     ) -> None:
+        layers = LayerSequence.of(model)
+        if plan is not None:
+            given = num_ranks, num_microbatches, balance
+            num_ranks, num_microbatches, balance = planned(
+                plan, [layer.name for layer in layers], given
+            )
+            schedule, recompute = plan.schedule, plan.recompute_modes
         check_size("num_ranks", num_ranks)
         check_size("num_microbatches", num_microbatches)
+        assert num_ranks is not None  # they are sizes
+        assert num_microbatches is not None
         check_choice("batch_norm", batch_norm, BATCH_NORM)
         check_choice("accumulate", accumulate, ACCUMULATE)
         in_group = mesh is not None or distributed.is_initialized()
@@ -124,7 +137,7 @@ class Pipeline:
         check_choice("backend", backend, BACKENDS)
         check_function("loss_fn", loss_fn)
         check_function("count_fn", count_fn or loss_fn)
-        self.layers, self.loss_fn, self.count_fn = LayerSequence.of(model), loss_fn, count_fn
+        self.layers, self.loss_fn, self.count_fn = layers, loss_fn, count_fn
         self.model = model if isinstance(model, nn.Module) else self.layers.modules
         self.batch_norm, self.accumulate = batch_norm, accumulate
         self.seed, self.num_steps = seed, 0

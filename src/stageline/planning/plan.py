@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from io import StringIO
@@ -14,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from stageline.arguments import check_type
 from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError
 from stageline.planning.profile import CHECKED, Amount, Count, read_json
@@ -83,6 +85,10 @@ class Plan:
         """Samples a second."""
         return self.batch_size / self.chosen.seconds
 
+    @property
+    def recompute_modes(self) -> tuple[str, ...]:
+        return tuple("always" if again else "never" for again in self.recompute)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON."""
         Path(path).write_bytes(TypeAdapter(Plan).dump_json(self, indent=1))
@@ -126,6 +132,20 @@ class Plan:
                 option.verdict,
             )
         return table
+
+
+def planned(
+    plan: Plan, layers: Sequence[str], given: tuple[object, object, object]
+) -> tuple[int, int, tuple[int, ...]]:
+    """Ranks, micro-batches and balance; raises if it is for another model, or others are given."""
+    check_type("plan", plan, Plan, "use sl.plan, or sl.Plan.load", PlanError)
+    plan.check(tuple(layers))
+    says = plan.chosen.num_ranks, plan.chosen.num_microbatches, plan.balance
+    names = "num_ranks", "num_microbatches", "balance"
+    for name, here, there in zip(names, given, says, strict=True):
+        if here is not None and here != there:
+            raise PlanError(f"{name} is {here}, but the plan says {there}: leave {name} away")
+    return says
 
 
 def costs_as_numbers(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:

@@ -22,14 +22,13 @@ from stageline.planning.cluster import Cluster
 from stageline.planning.partition import split
 from stageline.planning.placed import split_placed
 from stageline.planning.plan import Option, Plan, costs_as_numbers
-from stageline.planning.profile import Measurement, Profile
-from stageline.planning.stages import Cut, stage_costs, states_of
-from stageline.report.memory import memory_curves
-from stageline.report.spans import Span
+from stageline.planning.profile import Profile
+from stageline.planning.stages import Cut, Machines, stage_costs, states_of
+from stageline.report.memory import peak_memory
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.build import FAMILIES, build_schedule
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, loop, wave
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
@@ -37,7 +36,7 @@ from stageline.units import format_bytes
 SCHEDULES = tuple(name for name in FAMILIES if name != "naive")
 SEARCHED = ("zb_1p", "zb_2p", "zbv")  # for the costs of the stages
 NUM_OTHERS = 8  # that a plan tells of
-MANY_ACTIONS = 6_000  # of a schedule that is searched for; beyond that it takes seconds
+MANY_ACTIONS = 2_000  # of a schedule that is searched for; beyond that it takes seconds
 Progress = Callable[[int, str], None]
 
 
@@ -48,6 +47,9 @@ class Layout(NamedTuple):
     replicas: int
     samples: int  # of a micro-batch
     num_microbatches: int
+
+    def machines(self, cluster: Cluster) -> Machines:
+        return Machines.of(cluster, self.num_ranks, self.replicas)
 
 
 class Family(NamedTuple):
@@ -150,7 +152,7 @@ def plan(
         recompute=best.cut.recompute,
         actions=tuple(" ".join(map(str, row)) for row in best.schedule.actions),
         costs=costs_as_numbers(best.costs, best.schedule.num_stages),
-        peak_memory=tuple(_peaks(best.schedule, best.costs)),
+        peak_memory=_peaks(best.schedule, best.costs),
         batch_size=batch_size,
         chosen=found[0].option(),
         others=tuple(_others(found)),
@@ -195,42 +197,41 @@ def _layouts(task: Task) -> Iterator[Layout]:
 
 def _candidates(task: Task, schedules: Sequence[str]) -> Iterator[Candidate]:
     family_of = cache(_family)
-    balance_of = cache(lambda num_ranks, placement: _balance(task, num_ranks, placement))
+    balance_of = cache(lambda machines, placement: _balance(task, machines, placement))
     for layout in _layouts(task):
-        measurement = task.profile.at(layout.samples)
-        costs_of = cache(lambda *key: _costs(task, measurement, *key))  # noqa: B023  used up here
+        machines = layout.machines(task.cluster)
+        costs_of = cache(lambda *key: _costs(task, layout, *key))  # noqa: B023  used up here
         for name in schedules:
             family = family_of(name, layout.num_ranks)
-            if family is None or len(task.profile.names) < len(family.placement):
+            if len(task.profile.names) < len(family.placement):
                 continue
             if _is_too_much(name, layout, family):
                 continue
-            balance = balance_of(layout.num_ranks, family.placement)
+            balance = balance_of(machines, family.placement)
             cut = Cut(balance, family.placement, (False,) * len(balance))
             costs = costs_of(cut, family.in_halves)
-            if max(_static_excesses(task, costs, family.placement)) <= 0:
+            if max(_beyond(costs.static(family.placement), machines)) <= 0:
                 yield Candidate(layout, name, cut, family, _bound(layout, costs, family))
 
 
-def _costs(task: Task, measurement: Measurement, cut: Cut, in_halves: bool) -> Costs:
+def _costs(task: Task, layout: Layout, cut: Cut, in_halves: bool) -> Costs:
     return stage_costs(
-        measurement,
+        task.profile.at(layout.samples),
         task.profile.tied,
         cut,
-        task.cluster,
+        layout.machines(task.cluster),
         in_halves=in_halves,
         optimizer=task.optimizer,
     )
 
 
-def _family(name: str, num_ranks: int) -> Family | None:
-    """As it is with as many micro-batches as all of them can do with."""
-    try:
-        schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
-    except ScheduleError:
-        return None
-    in_halves = any(action.kind is Kind.I for row in schedule.actions for action in row)
-    return Family(schedule.placement, in_halves)
+def _family(name: str, num_ranks: int) -> Family:
+    """What two ranks show of it: stages straight on, in a loop or in waves, backwards in halves."""
+    small = build_schedule(name, num_ranks=2, num_microbatches=4)
+    chunks = small.num_stages // 2
+    placed = loop if small.placement == loop(2, chunks) else wave
+    in_halves = any(action.kind is Kind.I for row in small.actions for action in row)
+    return Family(placed(num_ranks, chunks), in_halves)
 
 
 def _is_too_much(name: str, layout: Layout, family: Family) -> bool:
@@ -266,22 +267,22 @@ def _trial(task: Task, candidate: Candidate) -> Trial | None:
     """With as much recomputation as it needs; None if there is no such schedule."""
     layout = candidate.layout
     sizes = {"num_ranks": layout.num_ranks, "num_microbatches": layout.num_microbatches}
-    measurement = task.profile.at(layout.samples)
-    family = candidate.family
-    costs = _costs(task, measurement, candidate.cut, family.in_halves)
+    family, machines = candidate.family, layout.machines(task.cluster)
+    costs = _costs(task, layout, candidate.cut, family.in_halves)
     num_actions = 3 * len(family.placement) * layout.num_microbatches
     is_searched = candidate.name in SEARCHED and num_actions <= MANY_ACTIONS
     try:
         schedule = build_schedule(candidate.name, **sizes, costs=costs if is_searched else None)
     except ScheduleError:
         return None
-    trial = Trial(layout, schedule, candidate.cut, costs, _excesses(task, schedule, costs))
+    excesses = _beyond(_peaks(schedule, costs), machines)
+    trial = Trial(layout, schedule, candidate.cut, costs, excesses)
     if trial.excess <= 0 or not task.recompute:
         return trial
     again = tuple(trial.excesses[rank] > 0 for rank in family.placement)
     cut = replace(candidate.cut, recompute=again)
-    costs = _costs(task, measurement, cut, family.in_halves)
-    return Trial(layout, schedule, cut, costs, _excesses(task, schedule, costs))
+    costs = _costs(task, layout, cut, family.in_halves)
+    return Trial(layout, schedule, cut, costs, _beyond(_peaks(schedule, costs), machines))
 
 
 def _simulated(task: Task, trial: Trial) -> Found:
@@ -307,38 +308,24 @@ def _reduced(task: Task, layout: Layout, costs: Costs, timeline: Timeline) -> fl
     return max(times)
 
 
-def _balance(task: Task, num_ranks: int, placement: Placement) -> tuple[int, ...]:
+def _balance(task: Task, machines: Machines, placement: Placement) -> tuple[int, ...]:
     """By the times of the largest measured micro-batch: how they compare hardly depends on it."""
     measurement = task.profile.measurements[-1]
     costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
-    speeds = [task.cluster.device(rank).speed for rank in range(num_ranks)]
-    if len(placement) == num_ranks:
-        return split(costs, num_ranks, speeds=speeds)
+    speeds = [device.speed for device in machines.devices]
+    if len(placement) == len(speeds):
+        return split(costs, len(speeds), speeds=speeds)
     return split_placed(costs, placement, speeds=speeds).balance
 
 
-def _peaks(schedule: Schedule, costs: Costs) -> list[float]:
-    """By rank, bytes: they follow from the order of a rank's actions, whatever their times."""
-    rows = (enumerate(row) for row in schedule.actions)
-    spans = [[Span(action, position, position) for position, action in row] for row in rows]
-    curves = memory_curves(spans, schedule.placement, costs)
-    return [max(level.total for level in curve) for curve in curves]
+def _peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    return peak_memory(schedule.actions, schedule.placement, costs)
 
 
-def _excesses(task: Task, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """By rank, bytes beyond what its device has."""
-    return tuple(
-        size - task.cluster.device(rank).memory_bytes
-        for rank, size in enumerate(_peaks(schedule, costs))
-    )
-
-
-def _static_excesses(task: Task, costs: Costs, placement: Placement) -> list[float]:
-    """Of parameters, gradients and optimizer state alone."""
-    return [
-        size - task.cluster.device(rank).memory_bytes
-        for rank, size in enumerate(costs.static(placement))
-    ]
+def _beyond(sizes: Sequence[float], machines: Machines) -> tuple[float, ...]:
+    """By rank, bytes beyond what its devices have."""
+    pairs = zip(sizes, machines.devices, strict=True)
+    return tuple(size - device.memory_bytes for size, device in pairs)
 
 
 def _others(found: Sequence[Found]) -> Iterator[Option]:

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from stageline.costs import Costs
 from stageline.errors import PlanError
-from stageline.planning.cluster import Cluster
+from stageline.planning.cluster import Cluster, Device
 from stageline.planning.profile import LayerCost, Measurement, Tied, ValueCost
 from stageline.schedules.placement import Placement
 
@@ -38,6 +38,31 @@ class Cut:
     def homes(self) -> list[int]:
         """By layer, its stage."""
         return [stage for stage, layers in enumerate(self.stages) for _ in layers]
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the ranks of a pipeline run on: for each the worst of its devices in all replicas.
+
+    Device k · ranks + r is rank r of replica k; links are those of the first replica.
+    """
+
+    cluster: Cluster
+    devices: tuple[Device, ...]  # by rank
+
+    @staticmethod
+    def of(cluster: Cluster, num_ranks: int, replicas: int) -> Machines:
+        return Machines(
+            cluster,
+            tuple(
+                _worst([cluster.device(k * num_ranks + rank) for k in range(replicas)])
+                for rank in range(num_ranks)
+            ),
+        )
+
+
+def _worst(devices: Sequence[Device]) -> Device:
+    return Device(min(d.memory_bytes for d in devices), min(d.speed for d in devices))
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ def stage_costs(
     measurement: Measurement,
     tied: Sequence[Tied],
     cut: Cut,
-    cluster: Cluster,
+    machines: Machines,
     *,
     in_halves: bool,
     optimizer: str,
@@ -77,7 +102,7 @@ def stage_costs(
     """`in_halves` if the schedule has I and W: then forwards take longer, and gradients wait."""
     layers = [[measurement.layers[number] for number in stage] for stage in cut.stages]
     traffic = Traffic.of(measurement.values, cut.homes)
-    speeds = [cluster.device(rank).speed for rank in cut.placement]
+    speeds = [machines.devices[rank].speed for rank in cut.placement]
     forward = _over([_sum(row, "forward") for row in layers], speeds)
     halving = _over([_sum(row, "halving") for row in layers], speeds)
     kept = [
@@ -99,7 +124,7 @@ def stage_costs(
         forward=[f + h * in_halves for f, h in zip(forward, halving, strict=True)],
         input_grad=_over([_sum(row, "input_grad") for row in layers], speeds),
         weight_grad=_over([_sum(row, "weight_grad") for row in layers], speeds),
-        transfer=_transfers(traffic, cut.placement, cluster),
+        transfer=_transfers(traffic, cut.placement, machines),
         activation=held,
         retained=retained,
         waiting=[
@@ -145,10 +170,10 @@ def _parameters(
     return sizes
 
 
-def _transfers(traffic: Traffic, placement: Placement, cluster: Cluster) -> list[float]:
+def _transfers(traffic: Traffic, placement: Placement, machines: Machines) -> list[float]:
     """By writing stage: until its slowest reader has what it wrote."""
     times = [0.0] * len(placement)
     for (writer, reader), size in traffic.sent.items():
-        link = cluster.link(placement[writer], placement[reader])
+        link = machines.cluster.link(placement[writer], placement[reader])
         times[writer] = max(times[writer], link.latency + size / link.bandwidth)
     return times

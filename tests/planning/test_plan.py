@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stageline as sl
+from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.search import SCHEDULES
+from stageline.planning.stages import Cut, Machines, stage_costs
+
+MIB = 2**20
+
+
+def profile_of(
+    times: list[float], *, activation: float = 0.0, parameters: float = 0.0, message: float = 0.0
+) -> Profile:
+    """Layers in a chain that take so long forward, and twice as long backward."""
+    costs = tuple(LayerCost(t, t, t, activation, activation, parameters, 0) for t in times)
+    values = tuple(ValueCost(n, (n + 1,), message) for n in range(len(times) - 1))
+    names = tuple(f"layer{n}" for n in range(len(times)))
+    return Profile(names, (Measurement(1, costs, values),))
+
+
+def cluster_of(num_devices: int, memory: str = "1TiB", **options: Any) -> Cluster:
+    return Cluster(num_devices=num_devices, memory=memory, **options)
+
+
+def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
+    layers = (
+        LayerCost(1, 2, 3, 10, 6, 100, 8, waiting=1, halving=0.5),
+        LayerCost(2, 3, 4, 20, 15, 200, 0, waiting=2, halving=0.25),
+        LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
+    )
+    values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
+    cut = Cut((1, 2), (0, 1), (False, False))
+    joined = cluster_of(2, levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
+    cluster = Machines.of(joined, num_ranks=2, replicas=1)
+    tied = (Tied((0, 2), 100),)
+    measurement = Measurement(1, layers, values)
+    costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
+    assert costs.per_stage("forward", 2) == (1.5, 6.25)
+    assert costs.per_stage("input_grad", 2) == (2, 8)
+    assert costs.per_stage("weight_grad", 2) == (3, 10)
+    assert costs.per_stage("transfer", 2) == (0.5 + 5 / 10, 0)
+    assert costs.per_stage("activation", 2) == (10 + 1, 60 + 5)
+    assert costs.per_stage("retained", 2) == (6, 50 + 5)
+    assert costs.per_stage("waiting", 2) == (1, 6)
+    assert costs.per_stage("parameters", 2) == (108, 300)  # on two ranks, so both hold the tied one
+    assert costs.per_stage("optimizer_state", 2) == (216, 600)
+    whole = stage_costs(measurement, tied, cut, cluster, in_halves=False, optimizer="sgd")
+    assert whole.per_stage("forward", 2) == (1, 6)
+    assert whole.per_stage("waiting", 2) == (0, 0)
+    assert whole.per_stage("optimizer_state", 2) == (0, 0)
+    again = Cut((1, 2), (0, 1), (False, True))
+    less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
+    assert less.per_stage("activation", 2) == (11, 5)
+    assert less.per_stage("recompute", 2) == (0, 6)
+    assert less.per_stage("working_set", 2) == (0, 60)
+    assert less.per_stage("waiting", 2) == (1, 6 + 50)  # what was brought back for I stays until W
+
+
+def test_a_weight_that_two_layers_of_a_rank_share_is_held_once() -> None:
+    layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
+    cut = Cut((1, 1), (0, 0), (False, False))
+    measurement = Measurement(1, layers, ())
+    tied = (Tied((0, 1), 100),)
+    machines = Machines.of(cluster_of(1), num_ranks=1, replicas=1)
+    costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
+    assert costs.per_stage("parameters", 2) == (100, 0)
+
+
+def test_one_device_takes_all_and_needs_no_pipeline() -> None:
+    plan = sl.plan(profile_of([1, 2, 3]), cluster_of(1), batch_size=4)
+    assert plan.balance == (3,)
+    assert plan.chosen.seconds == pytest.approx(4 * 3 * 6)
+
+
+def test_replicas_win_while_the_model_fits_and_a_pipeline_when_it_does_not() -> None:
+    profile = profile_of([1.0] * 8, parameters=MIB)
+    roomy = sl.plan(profile, cluster_of(4, "64MiB"), batch_size=16)
+    assert (roomy.chosen.num_ranks, roomy.chosen.replicas) == (1, 4)
+    tight = sl.plan(profile, cluster_of(4, "12MiB"), batch_size=16)  # 4 MiB a layer with AdamW
+    assert tight.chosen.num_ranks == 4
+    assert max(tight.peak_memory) <= 12 * MIB
+
+
+def test_forwards_are_run_again_only_where_memory_is_short() -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    slow = (Level("wire", 4, bandwidth=MIB / 10),)  # so that no replicas are summed over it
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
+    plan = sl.plan(profile, cluster_of(4, "5.1MiB", levels=slow), **options)
+    assert plan.recompute == (True, False, False, False)  # 1f1b holds 4, 3, 2, 1 micro-batches
+    roomy = sl.plan(profile, cluster_of(4, "6.1MiB", levels=slow), **options)
+    assert not any(roomy.recompute)
+    assert roomy.chosen.seconds < plan.chosen.seconds
+
+
+def test_a_slow_device_gets_fewer_layers() -> None:
+    devices = (Device("1TiB"), Device("1TiB", speed=0.5))
+    cluster = Cluster(num_devices=2, devices=devices)
+    profile = profile_of([1.0] * 9, parameters=1.0)
+    plan = sl.plan(profile, cluster, batch_size=8, schedules=["1f1b"])
+    assert plan.chosen.replicas == 1  # two would wait for the slow one
+    assert plan.balance == (6, 3)
+
+
+def test_no_schedule_that_was_not_chosen_is_faster() -> None:
+    """All of them, one by one, against the choice among all."""
+    profile = profile_of([1.0, 1.5, 1.0, 2.0, 1.0, 1.0, 0.5, 1.0], activation=MIB, parameters=MIB)
+    cluster = cluster_of(4, "28MiB")
+    chosen = sl.plan(profile, cluster, batch_size=12)
+    for name in SCHEDULES:
+        try:
+            alone = sl.plan(profile, cluster, batch_size=12, schedules=[name])
+        except sl.PlanError:
+            continue
+        assert alone.chosen.seconds >= chosen.chosen.seconds
+
+
+def test_the_expectation_is_what_the_simulator_says_of_the_saved_plan(tmp_path: Path) -> None:
+    profile = profile_of([1.0] * 6, activation=MIB, parameters=MIB, message=10.0)
+    cluster = cluster_of(2, "1GiB", levels=(Level("wire", 2, 1e3, 1e-3),))
+    plan = sl.plan(profile, cluster, batch_size=8, schedules=["zb_h1"])
+    plan.save(tmp_path / "plan.json")
+    again = sl.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.timeline.makespan == pytest.approx(1e3 * plan.chosen.seconds)
+    assert again.timeline.peak_memory == pytest.approx(plan.peak_memory)
+
+
+def test_a_pipeline_follows_its_plan() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    x, y = torch.randn(8, 16), torch.randn(8, 1)
+    mse = nn.functional.mse_loss
+    profile = sl.profile(model, x, loss_fn=mse, target=y, repeats=1, progress=False)
+    static = 4 * sum(p.nbytes for p in model.parameters())
+    cluster = Cluster(num_devices=2, memory=0.8 * static)  # no device holds all of it
+    plan = sl.plan(profile, cluster, batch_size=8)
+    assert plan.chosen.num_ranks == 2
+    pipe = sl.Pipeline(model, mse, plan=plan, backend="serial")
+    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert pipe.schedule == plan.schedule
+    pipe.verify(x, y)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with pytest.raises(sl.PlanError, match="layer 0 is '0' here and 'layer0' there"):
+        sl.Pipeline(model, nn.functional.mse_loss, plan=plan)
+
+
+def test_what_a_plan_says_is_not_to_be_said_again() -> None:
+    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
+    layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(2)]
+    with pytest.raises(sl.PlanError, match="num_ranks is 2, but the plan says 1"):
+        sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (cluster_of(2, "1MiB"), "parameters, gradients and optimizer state do"),
+        (cluster_of(2, "17MiB"), "nearest comes .* needs .*MiB: use devices with that much"),
+    ],
+)
+def test_when_nothing_fits_it_says_what_comes_nearest(cluster: Cluster, message: str) -> None:
+    profile = profile_of([1.0] * 8, parameters=MIB, activation=4 * MIB, message=2 * MIB)
+    with pytest.raises(sl.PlanError, match=message):
+        sl.plan(profile, cluster, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"balance": [0, 2]}, "fault at balance.0"),
+        ({"surprise": 1}, "fault at surprise: unexpected keyword argument"),
+        ({"peak_memory": [-1.0]}, "fault at peak_memory.0"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(sl.PlanError, match=message):
+        sl.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 4, "optimizer": "magic"}, "optimizer is 'magic', but has to be one of"),
+        ({"batch_size": 4, "schedules": ["2f2b"]}, "schedule '2f2b' is not known"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
+        sl.plan(profile_of([1.0, 1.0]), cluster_of(2), **options)
