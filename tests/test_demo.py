@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stageline import demo
 from stageline.costs import Costs
-from stageline.demo import median_costs
+from stageline.planning.explain import median_costs
 from stageline.schedules.build import build_schedule
 from stageline.simulation.simulate import simulate
 from stageline.zoo.text import batch

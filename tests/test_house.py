@@ -78,6 +78,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "build_schedule",
         "check",
         "estimate",
+        "explain",
         "export",
         "fit",
         "latest",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stageline.pipeline import StepResult as StepResult
     from stageline.planning.cluster import Cluster as Cluster
     from stageline.planning.estimate import estimate as estimate
+    from stageline.planning.explain import explain as explain
     from stageline.planning.measure import profile as profile
     from stageline.planning.plan import Plan as Plan
     from stageline.planning.profile import Profile as Profile
@@ -79,6 +80,7 @@ _HOMES = {
     "build_schedule": "schedules.build",
     "check": "schedules.check",
     "estimate": "planning.estimate",
+    "explain": "planning.explain",
     "export": "checkpoint.export",
     "fit": "training.fit",
     "latest": "checkpoint.folder",

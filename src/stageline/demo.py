@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,15 +23,14 @@ from rich.console import Console
 from torch import Tensor
 
 from stageline.checkpoint.export import export
-from stageline.costs import Costs
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
+from stageline.planning.explain import median_costs
 from stageline.report.summary import percent
 from stageline.report.svg import stacked
 from stageline.report.terminal import coloured
 from stageline.report.text import plain
 from stageline.report.timeline import Timeline
-from stageline.schedules.action import Kind
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 from stageline.training.progress import progress
@@ -85,23 +84,6 @@ def sample(layers: LayerSequence) -> Iterator[str]:
     """What it writes after the prompt, piece by piece; layers should be in evaluation."""
     drawn = continued(layers, tokens(PROMPT).long(), context=CONTEXT, temperature=TEMPERATURE)
     return map(characters, islice(drawn, LENGTH))
-
-
-def median_costs(timelines: Sequence[Timeline]) -> Costs:
-    """What the actions of each stage took. Of a B only the sum counts, so its halves are equal."""
-    took = defaultdict(list)
-    for timeline in timelines:
-        for row in timeline.spans:
-            for action, start, end in row:
-                took[action.kind, action.stage].append(end - start)
-    middle = {key: median(times) for key, times in took.items()}
-    stages = range(timelines[0].num_stages)
-    half = [middle.get((Kind.B, stage), 0.0) / 2 for stage in stages]
-    return Costs(
-        forward=[middle[Kind.F, stage] for stage in stages],
-        input_grad=[middle.get((Kind.I, stage), half[stage]) for stage in stages],
-        weight_grad=[middle.get((Kind.W, stage), half[stage]) for stage in stages],
-    )
 
 
 @contextmanager

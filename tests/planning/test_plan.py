@@ -10,6 +10,7 @@ from torch import nn
 
 import stageline as sl
 from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.explain import explain
 from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
 from stageline.planning.search import SCHEDULES
 from stageline.planning.stages import Cut, Machines, stage_costs
@@ -149,6 +150,23 @@ def test_a_pipeline_follows_its_plan() -> None:
     assert [len(part) for part in pipe.cut] == list(plan.balance)
     assert pipe.schedule == plan.schedule
     pipe.verify(x, y)
+
+
+def test_what_explains_a_difference_is_told_part_by_part() -> None:
+    profile = profile_of([0.010] * 4, activation=MIB, parameters=MIB)
+    cluster = cluster_of(2, "13MiB")
+    plan = sl.plan(profile, cluster, batch_size=8, schedules=["1f1b"])
+    assert plan.chosen.num_ranks == 2
+    slower = sl.Costs(forward=[25.0, 20.0], input_grad=22.0, weight_grad=20.0)  # ms
+    found = explain(plan, [sl.simulate(plan.schedule, slower)])
+    forwards = sl.Costs(forward=[25.0, 20.0], input_grad=20.0, weight_grad=20.0)
+    assert found.predicted == pytest.approx(1e3 * plan.chosen.seconds)
+    assert found.with_forwards == pytest.approx(sl.simulate(plan.schedule, forwards).makespan)
+    assert found.with_backwards == pytest.approx(found.measured)
+    assert "forwards +" in str(found)
+    other = sl.build_schedule("1f1b", num_ranks=3, num_microbatches=8)
+    with pytest.raises(sl.PlanError, match="not of a step of this plan's pipeline"):
+        explain(plan, [sl.simulate(other)])
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -78,6 +78,7 @@ class Task:
     cluster: Cluster
     batch_size: int
     optimizer: str
+    num_ranks: int | None  # None: as many as are best
     recompute: bool  # allowed
 
 
@@ -128,6 +129,7 @@ def plan(
     *,
     batch_size: int,
     optimizer: str = "adamw",
+    num_ranks: int | None = None,
     schedules: Sequence[str] = SCHEDULES,
     recompute: bool = True,
     progress: Progress | None = None,
@@ -135,12 +137,13 @@ def plan(
     """The fastest way to train with batches of this size that fits in the devices' memory.
 
     Ranks, replicas, cut, schedule, size of micro-batches and recomputation are chosen; the plan
-    tells what is expected, and why others lost. Without `recompute` nothing is run again.
+    tells what is expected, and why others lost. `num_ranks` and `schedules` are for those who know
+    that already; without `recompute` nothing is run again.
     `progress` is called with how many ways were tried, and the best so far.
     """
     check_size("batch_size", batch_size)
     states_of(optimizer)
-    task = Task(profile, cluster, batch_size, optimizer, recompute)
+    task = Task(profile, cluster, batch_size, optimizer, num_ranks, recompute)
     found, nearest = _tried(task, schedules, progress or (lambda _, __: None))
     if not found:
         raise PlanError(_nothing_fits(task, nearest))
@@ -188,6 +191,8 @@ def _layouts(task: Task) -> Iterator[Layout]:
     for replicas in range(1, task.cluster.num_devices + 1):
         num_ranks, rest = divmod(task.cluster.num_devices, replicas)
         if rest or num_ranks > len(task.profile.names) or replicas > task.batch_size:
+            continue
+        if task.num_ranks not in (None, num_ranks):
             continue
         share = math.ceil(task.batch_size / replicas)
         sizes = {2**power for power in range(share.bit_length()) if 2**power <= share}
