@@ -340,9 +340,11 @@ class Pipeline:
         if backend == "threads":
             return Threads(self.devices), Alone()
         schedule = self.schedule
-        place = find_place(mesh, schedule.num_ranks)
+        place = find_place(mesh, schedule.num_ranks, timeout)
         peers = Group(place, schedule.placement[-1], schedule.num_microbatches)
-        return Processes(place, self.devices[peers.rank], timeout, self._reduce), peers
+        driver = Processes(place, self.devices[peers.rank], timeout, self._reduce)
+        peers.guard = driver.guarded
+        return driver, peers
 
     def _reduce(self, stage: int) -> None:
         """Of a weight that others use as well, not all is there yet."""

@@ -85,3 +85,21 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
     for ended in launch("endurance", 3, "40", "120"):
         assert ended.code == 0, ended.output
         assert "no growth" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "message"),
+    [
+        ("norm", "stop", "rank 0 waited in vain for others to share norms"),
+        ("norm", "exit", "rank 0 waited in vain for others to share norms"),
+        ("evaluate", "exit", "rank 0 waited in vain for others to share the output"),
+        ("first", "stop", "rank 0 waited in vain for others to share what they are about to do"),
+        ("step", "shapes", "do all ranks have batches of the same shapes and types?"),
+    ],
+)
+def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message: str) -> None:
+    first, *_ = launch("absent", 2, what, how, timeout=45.0)
+    assert first.code == 1, first.output
+    assert "StageError" in first.output
+    assert message in first.output
+    assert first.seconds < 40

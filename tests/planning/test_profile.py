@@ -118,8 +118,8 @@ def test_a_skip_that_two_layers_keep_is_counted_once() -> None:
     assert [layer.activation for layer in found.layers] == [TENSOR, TENSOR, 0]
     assert found.values == (
         ValueCost(INPUT, (0,), TENSOR),
-        ValueCost(0, (1, 2), TENSOR),
-        ValueCost(1, (2,), TENSOR),
+        ValueCost(0, (1, 2), TENSOR, let_go=(0, 2)),
+        ValueCost(1, (2,), TENSOR, let_go=(1, 2)),
     )
 
 
@@ -494,3 +494,12 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     path.write_text("forward: 1")
     with pytest.raises(PlanError, match="invalid json"):
         Profile.load(path)
+
+
+def test_beyond_what_was_measured_more_samples_do_not_cost_less() -> None:
+    def measured(samples: int, time: float) -> Measurement:
+        return Measurement(samples, (LayerCost(time, time, time, 10 * samples, 0, 0, 0),), ())
+
+    noisy = Profile(("a",), (measured(2, 1.1), measured(4, 1.0)))
+    assert noisy.at(100).layers[0].forward == 1.0
+    assert noisy.at(100).layers[0].activation == 1000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -16,6 +18,7 @@ from stageline.runtime.mesh import destroy
 from stageline.runtime.peers import Group
 
 T = TypeVar("T")
+PATIENCE = 600.0  # seconds that a rank waits for others to write or read their part
 
 
 class Saving:
@@ -50,9 +53,14 @@ class Desk:
     def __init__(self, pipe: Pipeline) -> None:
         self.saving: Saving | None = None
         self.group: dist.ProcessGroup | None = None
+        self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if isinstance(pipe.peers, Group):
             ranks = dist.get_process_group_ranks(pipe.peers.place.everyone)
-            self.group = dist.new_group(ranks, backend="gloo")  # what is told are objects
+            limit = timedelta(seconds=PATIENCE)
+            # what is told are objects, so not NCCL
+            with pipe.peers.guard("checkpoints"):
+                self.group = dist.new_group(ranks, timeout=limit, backend="gloo")
+            self.guard = pipe.peers.guard
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
 
     def settle(self) -> None:
@@ -71,7 +79,8 @@ class Desk:
         if self.group is None:
             return [value]
         found: list[T] = [value] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, value, self.group)
+        with self.guard("a checkpoint or report"):
+            dist.all_gather_object(found, value, self.group)
         return found
 
     def agreed(self, act: Callable[[], T]) -> T:

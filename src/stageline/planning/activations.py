@@ -40,6 +40,7 @@ class Bytes(NamedTuple):
 
     layers: list[Kept]
     unsaved: dict[Value, int]  # of what passes between layers, that none of them keeps
+    needed: list[set[Value]]  # by layer, of what it writes or reads what it keeps until W
 
 
 class Seen(NamedTuple):
@@ -62,6 +63,7 @@ def kept_bytes(solo: Solo) -> Bytes:
     owners = dict.fromkeys(_storages(_there_anyway(solo)), INPUT)
     inside: list[Kept] = []
     passed: tuple[Storages, Storages] = {}, {}  # until I and until W
+    until_weight_grad: list[set[int]] = []  # by layer, the part of it that it keeps itself
     for number in range(len(solo.layers)):
         solo.forward(number, in_halves=True)  # at first a layer is watched, and given copies
         seen, written = _seen(solo, number)
@@ -72,6 +74,7 @@ def kept_bytes(solo: Solo) -> Bytes:
         inside.append(Kept(_sum(now, owners, None), _sum(later, owners, None), waiting))
         for whole, part in zip(passed, (now, later), strict=True):
             whole.update({storage: size for storage, size in part.items() if storage in owners})
+        until_weight_grad.append(later.keys() & owners.keys())
     layers = [
         Kept(
             own.activation + _sum(passed[0], owners, number),
@@ -81,7 +84,8 @@ def kept_bytes(solo: Solo) -> Bytes:
         for number, own in enumerate(inside)
     ]
     there = {storage for storage, owner in owners.items() if owner == INPUT}
-    return Bytes(layers, _unsaved(solo, passed[0].keys() | there))
+    needed = [_values_in(solo, storages) for storages in until_weight_grad]
+    return Bytes(layers, _unsaved(solo, passed[0].keys() | there), needed)
 
 
 def _unsaved(solo: Solo, saved: set[int]) -> dict[Value, int]:
@@ -89,6 +93,10 @@ def _unsaved(solo: Solo, saved: set[int]) -> dict[Value, int]:
         value: sum(n for storage, n in _storages(_tensors([tree])).items() if storage not in saved)
         for value, tree in solo.values.items()
     }
+
+
+def _values_in(solo: Solo, storages: set[int]) -> set[Value]:
+    return {v for v, tree in solo.values.items() if storages & _storages(_tensors([tree])).keys()}
 
 
 def _sum(storages: Storages, owners: dict[int, int], owner: int | None) -> int:

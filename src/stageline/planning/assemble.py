@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Times(NamedTuple):
 def measurement(samples: int, solo: Solo, times: Sequence[Times], kept: Bytes) -> Measurement:
     """Of layers that have put down what they write."""
     layers = map(_layer_cost, solo.layers, times, kept.layers)
-    return Measurement(samples, tuple(layers), _value_costs(solo, kept.unsaved))
+    return Measurement(samples, tuple(layers), _value_costs(solo, kept))
 
 
 def tied_weights(solo: Solo) -> tuple[Tied, ...]:
@@ -50,7 +50,7 @@ def _layer_cost(layer: Layer, times: Times, kept: Kept) -> LayerCost:
     )
 
 
-def _value_costs(solo: Solo, unsaved: Mapping[Value, int]) -> tuple[ValueCost, ...]:
+def _value_costs(solo: Solo, kept: Bytes) -> tuple[ValueCost, ...]:
     """Of all that passes between layers, also what is no tensor and takes no bytes."""
     readers: dict[Value, list[int]] = {}
     for number, sources in enumerate(solo.layers.sources):
@@ -61,7 +61,12 @@ def _value_costs(solo: Solo, unsaved: Mapping[Value, int]) -> tuple[ValueCost, .
             value.writer,
             tuple(numbers),
             _num_bytes(trees.tensors(solo.values[value])),
-            unsaved[value],
+            kept.unsaved[value],
+            tuple(
+                number
+                for number in (value.writer, *numbers)
+                if number >= 0 and value not in kept.needed[number]
+            ),
         )
         for value, numbers in readers.items()
     )

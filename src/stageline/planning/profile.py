@@ -51,6 +51,7 @@ class ValueCost:
     readers: tuple[int, ...]
     size: Amount
     unsaved: Amount = 0.0  # kept from F until I only if it is sent, and in no layer's activation
+    let_go: tuple[int, ...] = ()  # of its writer and readers those that do not keep it until W
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -150,7 +151,11 @@ def _mixed(
     """`grows`: there is one measurement, and all but parameters and buffers grows with samples."""
 
     def between(a: float, b: float) -> float:
-        return a * share if grows else max(0.0, a + (b - a) * share)
+        if grows:
+            return a * share
+        if share > 1:  # noise must not make more samples cost less
+            return b + max(0.0, b - a) * (share - 1)
+        return max(0.0, a + (b - a) * share)
 
     return Measurement(
         samples,

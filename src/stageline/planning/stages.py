@@ -2,7 +2,7 @@
 
 kept from F to I    what its layers wrote and save, what it reads from other stages, and what it
                     keeps only because it is sent
-kept from I to W    the part of that which weight gradients need, and gradients that wait
+kept from I to W    the part of that which its own weight gradients need, and gradients that wait
 recomputed          only what it reads from other stages; the rest comes back for a moment
 """
 
@@ -72,11 +72,12 @@ class Traffic:
     read: list[float]  # by stage: what comes from others
     unsaved: list[float]  # by stage: what it keeps because it is sent
     sent: dict[tuple[int, int], float]  # by writer and reader stage
+    retained: list[float]  # by stage: what it keeps until W beyond what its layers say, or less
 
     @staticmethod
     def of(values: Iterable[ValueCost], homes: Sequence[int]) -> Traffic:
         count = homes[-1] + 1
-        read, unsaved = [0.0] * count, [0.0] * count
+        read, unsaved, retained = [0.0] * count, [0.0] * count, [0.0] * count
         sent: dict[tuple[int, int], float] = {}
         for value in values:
             if value.writer < 0:
@@ -87,7 +88,12 @@ class Traffic:
                 read[reader] += value.size
                 sent[writer, reader] = sent.get((writer, reader), 0.0) + value.size
             unsaved[writer] += value.unsaved if readers else 0.0
-        return Traffic(read, unsaved, sent)
+            needed = {homes[n] for n in (value.writer, *value.readers) if n not in value.let_go}
+            for reader in readers & needed:
+                retained[reader] += value.size
+            if needed and writer not in needed:  # its layer counts what anybody needs
+                retained[writer] -= value.size
+        return Traffic(read, unsaved, sent, retained)
 
 
 def stage_costs(
@@ -114,12 +120,13 @@ def stage_costs(
         for read, all_of_it, again in zip(traffic.read, kept, cut.recompute, strict=True)
     ]
     needed = [
-        min(_sum(row, "retained") + read, all_of_it)
-        for row, read, all_of_it in zip(layers, traffic.read, kept, strict=True)
+        min(max(0.0, _sum(row, "retained") + more), all_of_it)
+        for row, more, all_of_it in zip(layers, traffic.retained, kept, strict=True)
     ]
     retained = [min(pair) for pair in zip(needed, held, strict=True)]
     brought_back = [a - b for a, b in zip(needed, retained, strict=True)]  # and kept until W
-    parameters = _parameters(layers, tied, cut)
+    learned = _learned(layers, tied, cut)
+    buffers = [_sum(row, "buffers") for row in layers]
     return Costs(
         forward=[f + h * in_halves for f, h in zip(forward, halving, strict=True)],
         input_grad=_over([_sum(row, "input_grad") for row in layers], speeds),
@@ -133,9 +140,9 @@ def stage_costs(
         ],
         recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
         working_set=[a - h for a, h in zip(kept, held, strict=True)],
-        parameters=parameters,
+        parameters=[a + b for a, b in zip(learned, buffers, strict=True)],
         gradients=[_sum(row, "parameters") for row in layers],
-        optimizer_state=[states_of(optimizer) * size for size in parameters],
+        optimizer_state=[states_of(optimizer) * size for size in learned],
     )
 
 
@@ -154,11 +161,9 @@ def _over(times: Sequence[float], speeds: Sequence[float]) -> list[float]:
     return [time / speed for time, speed in zip(times, speeds, strict=True)]
 
 
-def _parameters(
-    layers: Sequence[Sequence[LayerCost]], tied: Sequence[Tied], cut: Cut
-) -> list[float]:
-    """With buffers; of a tied weight a rank holds one, with its first layer."""
-    sizes = [_sum(row, "parameters") + _sum(row, "buffers") for row in layers]
+def _learned(layers: Sequence[Sequence[LayerCost]], tied: Sequence[Tied], cut: Cut) -> list[float]:
+    """Bytes of parameters; of a tied weight a rank holds one, with its first layer."""
+    sizes = [_sum(row, "parameters") for row in layers]
     homes = cut.homes
     for weight in tied:
         seen = set()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from stageline.errors import ModelError
+from stageline.errors import ModelError, StageError
 
 NAMES = ("dp", "pp", "tp")
 
@@ -29,10 +30,14 @@ class Place:
     num_replicas: int
     speaks: bool  # of several processes with the same part of the same replica, one speaks
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        found = (self.pipeline, self.everyone, self.replicas)
+        return [group for group in found if group is not None]
+
     def close(self) -> None:
-        for group in (self.pipeline, self.everyone, self.replicas):
-            if group is not None:
-                destroy(group)
+        for group in self.groups:
+            destroy(group)
 
 
 def destroy(group: dist.ProcessGroup) -> None:
@@ -42,8 +47,8 @@ def destroy(group: dist.ProcessGroup) -> None:
             dist.destroy_process_group(group)
 
 
-def find_place(mesh: DeviceMesh | None, num_ranks: int) -> Place:
-    """Every process of the mesh calls this with the same arguments."""
+def find_place(mesh: DeviceMesh | None, num_ranks: int, limit: float) -> Place:
+    """Every process of the mesh calls this, and waits so many seconds for the others."""
     if not dist.is_initialized():
         raise ModelError(
             "backend is 'processes', but there is no process group: start the script with torchrun "
@@ -55,9 +60,9 @@ def find_place(mesh: DeviceMesh | None, num_ranks: int) -> Place:
         raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
     return Place(
-        _own_group([row for plane in grid.permute(0, 2, 1).tolist() for row in plane]),
-        _own_group([grid.flatten().tolist()]),
-        _own_group([row for plane in grid.permute(1, 2, 0).tolist() for row in plane])
+        _own_group([row for plane in grid.permute(0, 2, 1).tolist() for row in plane], limit),
+        _own_group([grid.flatten().tolist()], limit),
+        _own_group([row for plane in grid.permute(1, 2, 0).tolist() for row in plane], limit)
         if len(grid) > 1
         else None,
         dp,
@@ -85,9 +90,15 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
+def _own_group(rows: list[list[int]], limit: float) -> dist.ProcessGroup:
     """All processes make all groups, in the same order; gives back the one that this is in."""
-    groups = [dist.new_group(row) for row in rows]
+    try:
+        groups = [dist.new_group(row, timeout=timedelta(seconds=limit)) for row in rows]
+    except RuntimeError as error:
+        raise StageError(
+            f"rank {dist.get_rank()} could not reach the others within {limit:g} s, when a "
+            f"pipeline was made: has one of them ended, or made none?\n  {error}"
+        ) from None
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
     return mine

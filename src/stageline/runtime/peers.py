@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from stageline.runtime.shapes import Form, Shape
 from stageline.runtime.tied import TiedWeights
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAST_WORDS = 5.0  # seconds in which losses that nobody has read may still arrive
 BUCKET = 25 * 2**20  # bytes that are summed at once
@@ -165,12 +167,27 @@ class Alone:
         pass
 
 
+def together(what: str) -> Callable[[Method], Method]:
+    """What all ranks do at the same time: one that does not take part is told of by the guard."""
+
+    def guarded(method: Method) -> Method:
+        @wraps(method)
+        def act(self: Group, *args: Any) -> Any:
+            with self.guard(what):
+                return method(self, *args)
+
+        return cast("Method", act)
+
+    return guarded
+
+
 class Group:
     """One rank is here, the others in the processes of a group. State: gradients on their way."""
 
     def __init__(self, place: Place, last: int, num_microbatches: int) -> None:
         self.place, self.group, self.num_microbatches = place, place.pipeline, num_microbatches
         self.replicas = place.replicas
+        self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
@@ -185,6 +202,7 @@ class Group:
     def has(self, rank: int) -> bool:
         return rank == self.rank
 
+    @together("what they are about to do")
     def agree(self, signature: Mapping[str, str]) -> None:
         found = self._gathered(dict(signature))
         for what, here in found[0].items():
@@ -196,6 +214,7 @@ class Group:
                     "same calls with the same arguments"
                 )
 
+    @together("what counts")
     def total(self, count: float) -> float:
         if self.replicas is None:
             return count
@@ -225,6 +244,7 @@ class Group:
                 work = dist.all_reduce(buffer, group=self.replicas, async_op=True)
                 self.flying.append((work, buffer, bucket))
 
+    @together("statistics")
     def seen_by_replicas(self, own: Seen) -> Seen:
         if self.replicas is None:
             return own
@@ -233,6 +253,7 @@ class Group:
         numbers = sorted({number for seen in found for number in seen})
         return {n: [moments for seen in found for moments in seen.get(n, [])] for n in numbers}
 
+    @together("gradients")
     def finish(self) -> None:
         for work, buffer, bucket in self.flying:
             work.wait()
@@ -257,7 +278,8 @@ class Group:
         self.telling[:] = [other for other in self.telling if not other.is_completed()] + [work]
 
         def fetch() -> list[Loss]:
-            work.wait()
+            with self.guard("losses"):
+                work.wait()
             rows = table.flatten(1).t().tolist()
             return [
                 Loss(torch.tensor(loss, dtype=LOSS_TYPES[int(kind) - 1]), weight)
@@ -267,6 +289,7 @@ class Group:
 
         return fetch
 
+    @together("norms")
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:
         """Every number is that of one rank, plus zeros, which change no bit."""
         table = torch.zeros(2, count, dtype=torch.float64)
@@ -276,6 +299,7 @@ class Group:
         kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
         return [norm.to(kind) for norm, is_there in zip(*table, strict=True) if is_there]
 
+    @together("the output")
     def output(self, made: Any) -> Any:
         shapes: list[Any] = [Shape.of(made) if self.rank == self.last else None]
         dist.broadcast_object_list(shapes, self._global(self.last), self.group)
@@ -286,12 +310,14 @@ class Group:
         again = [next(found) if isinstance(leaf, Form) else leaf for leaf in shape.leaves]
         return pytree.tree_unflatten(again, shape.tree)
 
+    @together("a trace")
     def moments(self, own: Moments) -> Moments:
         found = self._gathered([_shifted(moment, SHIFT) for moment in own.get(self.rank, [])])
         return {
             rank: [_shifted(moment, -SHIFT) for moment in row] for rank, row in enumerate(found)
         }
 
+    @together("gradients of tied weights")
     def share_tied(self, tied: TiedWeights, homes: Sequence[int]) -> None:
         for _, uses in tied.by_weight:
             if len({homes[number] for number, _ in uses}) > 1:
@@ -301,6 +327,7 @@ class Group:
                     if not double.is_meta:  # it is used here as well
                         double.grad = gradient
 
+    @together("the model")
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:
         for module, home in zip(modules, homes, strict=True):
             tensors = [*module.parameters(), *module.buffers()]
@@ -309,6 +336,7 @@ class Group:
                 if home != self.rank and found is not None:
                     tensor.data.copy_(found.detach())
 
+    @together("tied weights")
     def share_weights(self, tied: TiedWeights, homes: Sequence[int]) -> None:
         for weight, uses in tied.by_weight:
             ranks = [homes[number] for number, _ in uses]
@@ -317,6 +345,7 @@ class Group:
                 if not weight.is_meta and found is not None:
                     weight.data.copy_(found)
 
+    @together("gradients of inputs")
     def share_input_gradients(self, step: Step) -> None:
         if any(t.requires_grad for part in step.inputs for t in trees.tensors(part)):
             found = self._gathered(step.input_gradients)
@@ -325,6 +354,7 @@ class Group:
                 for key, readers in each.items():
                     step.input_gradients.setdefault(key, []).extend(readers)
 
+    @together("a verdict")
     def verdict(self, own: str | None) -> str | None:
         return next((text for text in self._gathered(own) if text is not None), None)
 

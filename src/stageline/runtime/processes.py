@@ -12,8 +12,8 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.errors import ModelError, StageError
+from stageline.errors import ModelError, StageError, StagelineError
 from stageline.model.layers import Value
 from stageline.runtime import wire
 from stageline.runtime.devices import current
@@ -290,7 +290,7 @@ class Processes:
         self.at = Standing(f"rank {self.rank}{replica}")
         number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
         # if another rank has failed, this one must not go on waiting
-        stop = partial(hang_up, self.group)
+        stop = partial(hang_up_on, place.groups)
         self.watch = Watch(store_for(place), number, count, self.at.words, stop)
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
@@ -327,11 +327,23 @@ class Processes:
             told = self.watch.tell(failure_text(executor, step, self.rank, error))
             raise self._failed(told) from error
 
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Around what all ranks do together, such as norms; who does not take part is told."""
+        try:
+            yield
+        except StagelineError:
+            raise
+        except RuntimeError as error:  # a connection broke, or the time is over
+            told = self.watch.wait_for_failure(GRACE) or self.watch.tell(
+                f"rank {self.rank} waited in vain for others to share {what}{self._positions()}\n"
+                f"  {error}"
+            )
+            raise self._failed(told) from None
+
     def _failed(self, text: str) -> StageError:
         """Hang up on everyone, so that no thread of theirs or ours goes on waiting."""
-        for group in (self.place.pipeline, self.place.everyone, self.place.replicas):
-            if group is not None:
-                hang_up(group)
+        hang_up_on(self.place.groups)
         self.close()
         return StageError(text)
 
@@ -443,6 +455,11 @@ class Network:
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)
+
+
+def hang_up_on(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        hang_up(group)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

@@ -1,10 +1,10 @@
 """Messages between processes: one buffer of bytes each.
 
-    [ time, a flag for each tensor ][ tensor ][ tensor ] …     each begins at a multiple of 64 bytes
+    [ time, digest of the forms, a flag for each tensor ][ tensor ][ tensor ] …
 
-Both sides know the forms of the tensors, so nothing else has to be sent. The time is when it
-was packed. A flag says whether the tensor is there (a
-gradient may be None) and whether it needs a gradient.
+Each tensor begins at a multiple of 64 bytes. Both sides know the forms of the tensors; the digest
+is there in case that they disagree. The time is when it was packed. A flag says whether the tensor
+is there (a gradient may be None) and whether it needs a gradient.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stageline.errors import ModelError
+from stageline.errors import BatchError, ModelError
 from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.clock import SHIFT
@@ -44,16 +45,18 @@ class Packing:
     dtype: torch.dtype
     length: int
     head: struct.Struct
+    digest: int  # of the forms
 
     @staticmethod
     def of(forms: Sequence[Form]) -> Packing:
-        head = struct.Struct(f"d{len(forms)}B")
+        head = struct.Struct(f"dI{len(forms)}B")
         *starts, size = accumulate([head.size, *(form.num_bytes for form in forms)], _beyond)
         kinds = {form.dtype for form in forms}
         dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         width = dtype.itemsize
         places = tuple(_padded(start) // width for start in starts)
-        return Packing(tuple(forms), places, dtype, _padded(size) // width, head)
+        digest = crc32(repr(forms).encode())
+        return Packing(tuple(forms), places, dtype, _padded(size) // width, head, digest)
 
     @property
     def tag(self) -> int:
@@ -74,13 +77,19 @@ class Packing:
                 _check(tensor, form)
                 flags.append(IS_THERE + NEEDS_GRADIENT * tensor.requires_grad)
                 self._part(buffer, form, start).copy_(tensor.detach())
-        head = self.head.pack(perf_counter() + SHIFT, *flags)
+        head = self.head.pack(perf_counter() + SHIFT, self.digest, *flags)
         memmove(buffer.data_ptr(), head, len(head))
         return buffer
 
     def unpack(self, buffer: Tensor) -> tuple[list[Tensor | None], float]:
         """Views of the buffer, which lives as long as they do; and when it was packed."""
-        time, *flags = self.head.unpack(string_at(buffer.data_ptr(), self.head.size))
+        time, digest, *flags = self.head.unpack(string_at(buffer.data_ptr(), self.head.size))
+        if digest != self.digest:
+            raise BatchError(
+                "a message came that is not of the form that follows from the batch of this rank, "
+                f"{', '.join(str(form.shape) for form in self.forms)}: do all ranks have batches "
+                "of the same shapes and types?"
+            )
         tensors = [
             self._part(buffer, form, start).requires_grad_(flag > IS_THERE) if flag else None
             for flag, form, start in zip(flags, self.forms, self.starts, strict=True)

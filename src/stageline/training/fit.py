@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.arguments import check_size
+from stageline.checkpoint.contents import check_parameters, places
 from stageline.checkpoint.desk import desk_of
 from stageline.checkpoint.folder import latest
 from stageline.checkpoint.load import load
 from stageline.checkpoint.save import save
-from stageline.errors import CheckpointError
+from stageline.errors import CheckpointError, ModelError
 from stageline.pipeline import Pipeline, StepResult
 from stageline.report.timeline import Timeline
 from stageline.runtime import microbatches
@@ -52,9 +53,19 @@ class Run:
                 f"the checkpoint of step {step} in {str(folder)!r} is not of sl.fit, so it does "
                 "not say where the data stood: give fit a folder of its own"
             )
-        if self.scheduler is not None and data["scheduler"] is not None:
-            self.scheduler.load_state_dict(data["scheduler"])
+        kind, state = data["scheduler"]
+        if kind != self.scheduler_name:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was saved with scheduler {kind}, but now it is "
+                f"{self.scheduler_name}: use the same"
+            )
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state)
         return step, Position(*data["position"])
+
+    @property
+    def scheduler_name(self) -> str:
+        return "none" if self.scheduler is None else type(self.scheduler).__name__
 
     def step(self, batch: Batch) -> StepResult:
         result = self.pipe.step(batch.inputs, batch.target)
@@ -70,7 +81,7 @@ class Run:
     def save(self, step: int, position: Position, *, wait: bool) -> None:
         if self.folder is not None:
             state = None if self.scheduler is None else self.scheduler.state_dict()
-            data = {"position": position, "scheduler": state}
+            data = {"position": position, "scheduler": (self.scheduler_name, state)}
             save(
                 self.folder,
                 self.pipe,
@@ -165,12 +176,46 @@ def fit(
         report_every,
         keep,
     )
+    _check(run, steps, tensorboard=tensorboard)
     done, position = run.resume()
     with ExitStack() as around:
         tell = desk_of(pipe).agreed(
             lambda: _listeners(around, run, steps, done, tensorboard=tensorboard)
         )
         return _train(run, loader, range(done + 1, steps + 1), position, tell)
+
+
+def _check(run: Run, steps: int, *, tensorboard: bool) -> None:
+    """On all ranks before anything is done, so that none of them waits for others in vain."""
+    desk = desk_of(run.pipe)
+    desk.agreed(lambda: _check_here(run, tensorboard=tensorboard))
+    here = {
+        "steps": steps,
+        "save_every": run.save_every,
+        "report_every": run.report_every,
+        "keep": run.keep,
+        "max_norm": run.max_norm,
+        "folder": "given" if run.folder else "not given",
+        "scheduler": run.scheduler_name,
+    }
+    for rank, there in enumerate(desk.everywhere(here)):
+        for name, value in there.items():
+            if value != here[name]:
+                raise ModelError(
+                    f"{name} is {here[name]} here and {value} on rank {rank}, but all ranks make "
+                    "the same calls with the same arguments"
+                )
+
+
+def _check_here(run: Run, *, tensorboard: bool) -> None:
+    if tensorboard and run.folder is None:
+        raise ModelError("tensorboard is True, but there is no folder to write to: give folder=")
+    if run.max_norm is not None and not run.max_norm > 0:
+        raise ModelError(f"max_norm is {run.max_norm!r}, but has to be a number above 0")
+    if run.optimizer is not None:
+        check_parameters(run.optimizer, {place.tensor: place.name for place in places(run.pipe)})
+    if run.scheduler is not None and run.scheduler.optimizer is not run.optimizer:
+        raise ModelError("the scheduler is of another optimizer: make it for the one given to fit")
 
 
 def _train(
@@ -200,7 +245,9 @@ def _listeners(around: ExitStack, run: Run, steps: int, done: int, *, tensorboar
         return lambda _: None
     console = Console(highlight=False, markup=False)
     told = around.enter_context(progress(console, steps, done))
-    if done:
+    if done >= steps:
+        console.print(f"all {steps} steps are done")
+    elif done:
         console.print(f"going on from step {done}")
     write = (
         around.enter_context(files(run.folder, done, tensorboard=tensorboard))

@@ -1,0 +1,257 @@
+"""The memory model against bytes that are alive while a pipeline runs.
+
+Ranks share this process, but are measured as if each had a device of its own: what passes between
+stages is copied, on its way and again as it arrives, and what is on its way belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stageline.costs import Costs
+from stageline.model.layers import INPUT, LayerSequence
+from stageline.pipeline import LossFunction, Pipeline
+from stageline.planning.cluster import Cluster
+from stageline.planning.estimate import estimate
+from stageline.planning.profile import Profile
+from stageline.planning.search import _peaks
+from stageline.planning.stages import Cut, Machines, stage_costs
+from stageline.runtime.stage import Stage
+from stageline.schedules.action import Kind
+from stageline.zoo import gpt
+from stageline.zoo.amoebanet import amoebanet_d
+from stageline.zoo.resnet import resnet
+from stageline.zoo.transformer import transformer
+from stageline.zoo.unet import unet
+
+SAMPLES, NUM_MICROBATCHES = 2, 6
+NOBODY = -1
+MODELS = ("amoebanet", "transformer", "gpt", "unet", "resnet")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Subject(NamedTuple):
+    layers: LayerSequence
+    loss_fn: LossFunction
+    inputs: Tensor
+    target: Tensor
+
+
+def make(name: str) -> Subject:
+    torch.manual_seed(0)
+    count = SAMPLES * NUM_MICROBATCHES
+    images, classes = torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+    tokens = torch.randint(64, (count, 32))
+    match name:
+        case "amoebanet":
+            layers = amoebanet_d(num_classes=10, num_layers=3, num_filters=16)
+            return Subject(layers, cross_entropy, images, classes)
+        case "transformer":
+            layers = transformer(6, vocabulary=64, width=32, heads=4)
+            return Subject(layers, gpt.loss, tokens, tokens)
+        case "gpt":
+            layers = gpt.gpt(vocabulary=64, width=32, heads=4, blocks=3, context=32, dropout=0.1)
+            return Subject(layers, gpt.loss, tokens, tokens)
+        case "unet":
+            layers = unet(channels=3, classes=10, width=8)
+            return Subject(layers, cross_entropy, images, torch.randint(10, (count, 32, 32)))
+        case _:
+            layers = resnet(channels=3, classes=10, width=8, blocks=[2, 2, 1])
+            return Subject(layers, cross_entropy, images, classes)
+
+
+@cache
+def estimated(name: str) -> Profile:
+    layers, loss_fn, inputs, target = make(name)
+    rates = {"flops": 1e12, "bandwidth": 1e11}
+    return estimate(layers, inputs, **rates, loss_fn=loss_fn, target=target, sizes=[SAMPLES])
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Bytes of what operators made, as long as anybody holds them, by the rank that was at work."""
+
+    def __init__(self, there: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rank = NOBODY
+        self.known = {tensor.untyped_storage()._cdata for tensor in there}
+        self.bytes: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, rank, size = storage._cdata, self.rank, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.bytes[rank] += size
+            weakref.finalize(storage, self._forget, key, rank, size)
+            self.most[rank] = max(self.most[rank], self.bytes[rank])
+
+    def _forget(self, key: int, rank: int, size: int) -> None:
+        self.known.remove(key)
+        self.bytes[rank] -= size
+
+
+class Watch:
+    """Around the stages of a pipeline: the most that is alive on each rank between actions."""
+
+    def __init__(self, pipe: Pipeline, there: list[Tensor]) -> None:
+        self.pipe, self.alive = pipe, Alive(there)
+        self.settled: Counter[int] = Counter()
+        for stage, rank in zip(pipe.executor.stages, pipe.schedule.placement, strict=True):
+            self._surround(stage, rank)
+
+    def _surround(self, stage: Stage, rank: int) -> None:
+        forward, backward = stage.forward, stage.backward
+
+        def copied_forward(this: Any, waiting: Any) -> Any:
+            values = {v: t if v.writer == INPUT else _copy(t) for v, t in this.values.items()}
+            written, loss = forward(this._replace(values=values), waiting)
+            self.alive.rank = NOBODY
+            return {value: _copy(tree) for value, tree in written.items()}, loss
+
+        def copied_backward(microbatch: int, gradients: Any, waiting: Any, **how: Any) -> Any:
+            back = backward(microbatch, _copy(gradients), waiting, **how)
+            self.alive.rank = NOBODY
+            return _copy(back)
+
+        changed: dict[str, Callable[..., Any]] = {
+            "forward": copied_forward,
+            "backward": copied_backward,
+            "prepare_backward": stage.prepare_backward,
+            "weight_gradients": stage.weight_gradients,
+        }
+        for name, function in changed.items():
+            setattr(stage, name, self._watched(function, rank))
+
+    def _watched(self, function: Callable[..., Any], rank: int) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.alive.rank = rank
+            result = function(*args, **kwargs)
+            self.alive.rank = NOBODY
+            self.settled[rank] = max(self.settled[rank], self._now(rank))
+            return result
+
+        return watched
+
+    def _now(self, rank: int) -> int:
+        """Without gradients of weights, and without what BatchNorm saw of each micro-batch."""
+        apart = [
+            double.grad
+            for _, doubles in self.pipe.tied.by_weight
+            for number, double in doubles
+            if self.pipe.homes[number] == rank and double.grad is not None
+        ]
+        for stage, home in zip(
+            self.pipe.executor.stages, self.pipe.schedule.placement, strict=True
+        ):
+            if home == rank:
+                seen = stage.statistics.seen.values()
+                apart += [t for row in seen for _, m in row for t in (m.mean, m.squares)]
+        return self.alive.bytes[rank] - sum(t.untyped_storage().nbytes() for t in apart)
+
+
+def _copy(tree: Any) -> Any:
+    def copied(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        return item.detach().clone().requires_grad_(item.requires_grad)
+
+    return pytree.tree_map(copied, tree)
+
+
+def stepped(name: str, **options: Any) -> Pipeline:
+    layers, loss_fn, inputs, target = make(name)
+    pipe = Pipeline(layers, loss_fn, num_microbatches=NUM_MICROBATCHES, backend="serial", **options)
+    pipe.step(inputs, target)  # at first layers are watched; gradients are there from now on
+    return pipe
+
+
+def watched(name: str, pipe: Pipeline) -> Watch:
+    """During another step."""
+    _, _, inputs, target = make(name)
+    modules = pipe.layers.modules
+    gradients = [weight.grad for weight in modules.parameters() if weight.grad is not None]
+    watch = Watch(pipe, [*gradients, *modules.parameters(), *modules.buffers(), inputs, target])
+    with watch.alive:
+        pipe.step(inputs, target)
+    return watch
+
+
+def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "momentum") -> Costs:
+    profile = estimated(name)
+    num_ranks = pipe.schedule.num_ranks
+    balance = tuple(len(numbers) for numbers in pipe.cut)
+    cut = Cut(balance, pipe.schedule.placement, (recompute,) * len(balance))
+    return stage_costs(
+        profile.at(SAMPLES),
+        profile.tied,
+        cut,
+        Machines.of(Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1),
+        in_halves=any(a.kind is Kind.I for row in pipe.schedule.actions for a in row),
+        optimizer=optimizer,
+    )
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_of_the_model(
+    name: str, schedule: str, num_ranks: int, recompute: str
+) -> None:
+    """But for losses, 4 bytes for each micro-batch on the last rank, and the recomputed one's."""
+    pipe = stepped(name, schedule=schedule, num_ranks=num_ranks, recompute=recompute)
+    watch = watched(name, pipe)
+    costs = costs_of(name, pipe, recompute=recompute == "always")
+    static = costs.static(pipe.schedule.placement)
+    for rank, peak in enumerate(_peaks(pipe.schedule, costs)):
+        losses = 4 * (NUM_MICROBATCHES + 1) if rank == num_ranks - 1 else 0
+        assert 0 <= watch.settled[rank] - (peak - static[rank]) <= losses
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> None:
+    """A weight that layers on several ranks use is on each of them, with a gradient by layer."""
+    pipe = stepped(name, num_ranks=num_ranks)
+    costs = costs_of(name, pipe, recompute=False)
+    found: dict[str, list[float]] = {"parameters": [], "gradients": [], "optimizer_state": []}
+    for numbers in pipe.cut:
+        modules = nn.ModuleList(pipe.layers.layers[number].module for number in numbers)
+        optimizer = torch.optim.SGD(modules.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        states = [state["momentum_buffer"] for state in optimizer.state.values()]
+        by_layer = (weight.grad for module in modules for weight in module.parameters())
+        found["parameters"].append(_num_bytes([*modules.parameters(), *modules.buffers()]))
+        found["gradients"].append(_num_bytes([g for g in by_layer if g is not None]))
+        found["optimizer_state"].append(_num_bytes(states))
+    for part, sizes in found.items():
+        assert costs.per_rank(part, pipe.schedule.placement) == sizes
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
