@@ -13,7 +13,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 -m "not alone"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not alone"
 	$(BIN)/pytest -q -m alone
 
 # Tables and pictures of benchmarks/, about a minute; nothing else should run meanwhile.

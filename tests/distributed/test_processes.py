@@ -82,7 +82,7 @@ def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
 
 def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
     """`stageline run --ranks 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
-    for ended in launch("endurance", 3, "40", "120"):
+    for ended in launch("endurance", 3, "30", "80"):
         assert ended.code == 0, ended.output
         assert "no growth" in ended.output
 
@@ -91,7 +91,6 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
     ("what", "how", "message"),
     [
         ("norm", "stop", "rank 0 waited in vain for others to share norms"),
-        ("norm", "exit", "rank 0 waited in vain for others to share norms"),
         ("evaluate", "exit", "rank 0 waited in vain for others to share the output"),
         ("first", "stop", "rank 0 waited in vain for others to share what they are about to do"),
         ("step", "shapes", "do all ranks have batches of the same shapes and types?"),
