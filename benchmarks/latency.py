@@ -39,7 +39,7 @@ def slow_down(pipe: sl.Pipeline) -> None:
     """Before its first step, when no message is promised yet."""
     driver = pipe.driver
     assert isinstance(driver, Processes)
-    driver.incoming = Late(driver.group, driver.limit)
+    driver.incoming = Late(driver.place, driver.limit)
 
 
 def measured(schedule: sl.Schedule, *, is_slow: bool, steps: int = 3) -> float:

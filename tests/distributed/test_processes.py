@@ -70,6 +70,14 @@ def test_ranks_that_are_not_about_to_do_the_same_say_so(what: str, message: str)
         assert message in ended.output
 
 
+def test_no_thread_outlives_the_interpreter_whatever_ends_it() -> None:
+    """One that lets go of a tensor too late would abort the process, in about one of 300 runs."""
+    for ended in launch("leaving", 2, timeout=60.0):
+        assert ended.code == 1, ended.output
+        assert "ValueError: enough" in ended.output
+        assert "2 of 6 threads left" in ended.output  # of torch's own group, and of our two
+
+
 def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
     assert "can't allocate memory" in launch("large", 1, "1")[0].output
     outputs = []

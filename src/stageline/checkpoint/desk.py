@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.mesh import destroy
+from stageline.runtime.mesh import OwnGroup
 from stageline.runtime.peers import Group
 
 T = TypeVar("T")
@@ -52,16 +52,20 @@ class Desk:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.saving: Saving | None = None
-        self.group: dist.ProcessGroup | None = None
+        self.own: OwnGroup | None = None
         self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if isinstance(pipe.peers, Group):
             ranks = dist.get_process_group_ranks(pipe.peers.place.everyone)
             limit = timedelta(seconds=PATIENCE)
             # what is told are objects, so not NCCL
             with pipe.peers.guard("checkpoints"):
-                self.group = dist.new_group(ranks, timeout=limit, backend="gloo")
+                self.own = OwnGroup(dist.new_group(ranks, timeout=limit, backend="gloo"))
             self.guard = pipe.peers.guard
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.own.now if self.own else None
 
     def settle(self) -> None:
         """Wait for the save under way; if it failed and nobody was told, raise that."""
@@ -71,8 +75,8 @@ class Desk:
 
     def close(self) -> None:
         self.settle()
-        if self.group is not None:
-            destroy(self.group)
+        if self.own is not None:
+            self.own.close()
 
     def everywhere(self, value: T) -> list[T]:
         """By process, what each of them has."""

@@ -6,6 +6,7 @@ dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeli
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,34 +18,80 @@ from torch.distributed.device_mesh import DeviceMesh
 from stageline.errors import ModelError, StageError
 
 NAMES = ("dp", "pp", "tp")
+HANG_UP = 1  # tag of no message
+
+
+class OwnGroup:
+    """A process group, and the one lasting reference to it: its threads end when that is dropped.
+
+    They have to before the interpreter does: a thread that lets go of a tensor later than that
+    aborts the process (pytorch#179291).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._held = [group]
+        self.close = weakref.finalize(self, _let_go, self._held)
+
+    @property
+    def now(self) -> dist.ProcessGroup:
+        return self._held[0]
+
+
+def _let_go(held: list[dist.ProcessGroup]) -> None:
+    for group in held:
+        with suppress(ValueError):  # it was destroyed before, with all others
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+    held.clear()
 
 
 @dataclass(frozen=True)
 class Place:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
-    pipeline: dist.ProcessGroup
-    everyone: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None  # None: there is one replica
+    own_pipeline: OwnGroup
+    own_everyone: OwnGroup
+    own_replicas: OwnGroup | None  # None: there is one replica
     replica: int
     num_replicas: int
     speaks: bool  # of several processes with the same part of the same replica, one speaks
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        found = (self.pipeline, self.everyone, self.replicas)
-        return [group for group in found if group is not None]
+    def pipeline(self) -> dist.ProcessGroup:
+        return self.own_pipeline.now
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        return self.own_everyone.now
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        return self.own_replicas.now if self.own_replicas else None
+
+    def hang_up(self) -> None:
+        """Close all lines, so that nobody goes on waiting at the other end, or at this one."""
+        for own in self._own:
+            if own.close.alive:
+                hang_up(own.now)
 
     def close(self) -> None:
-        for group in self.groups:
-            destroy(group)
+        for own in self._own:
+            own.close()
+
+    @property
+    def _own(self) -> list[OwnGroup]:
+        found = (self.own_pipeline, self.own_everyone, self.own_replicas)
+        return [own for own in found if own is not None]
 
 
-def destroy(group: dist.ProcessGroup) -> None:
-    """Unless that is done already, for this group or for all at once."""
-    with suppress(ValueError):
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Nothing ends gloo's waiting for a message but a wait that is over: that closes the line."""
+    for peer in dist.get_process_group_ranks(group):
+        if peer != dist.get_rank():
+            with suppress(RuntimeError):  # it is over, or the line was closed before
+                nothing = dist.irecv(torch.empty(1), peer, group, HANG_UP)
+                assert nothing is not None  # this process is of the group
+                nothing.wait(timedelta(milliseconds=1))
 
 
 def find_place(mesh: DeviceMesh | None, num_ranks: int, limit: float) -> Place:
@@ -90,7 +137,7 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]], limit: float) -> dist.ProcessGroup:
+def _own_group(rows: list[list[int]], limit: float) -> OwnGroup:
     """All processes make all groups, in the same order; gives back the one that this is in."""
     try:
         groups = [dist.new_group(row, timeout=timedelta(seconds=limit)) for row in rows]
@@ -101,4 +148,4 @@ def _own_group(rows: list[list[int]], limit: float) -> dist.ProcessGroup:
         ) from None
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
-    return mine
+    return OwnGroup(mine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -185,15 +185,23 @@ class Group:
     """One rank is here, the others in the processes of a group. State: gradients on their way."""
 
     def __init__(self, place: Place, last: int, num_microbatches: int) -> None:
-        self.place, self.group, self.num_microbatches = place, place.pipeline, num_microbatches
-        self.replicas = place.replicas
+        self.place, self.num_microbatches = place, num_microbatches
+        self.is_apart = False  # see `apart`
         self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
         self.flying: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
         self.telling: list[Any] = []  # losses on their way; they must have arrived before the end
-        weakref.finalize(self, _arrive, self.telling)
+        weakref.finalize(self, _arrive, self.telling, place)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.place.pipeline
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        return None if self.is_apart else self.place.replicas
 
     @property
     def replica(self) -> int:
@@ -224,11 +232,11 @@ class Group:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        self.replicas = None
+        self.is_apart = True
         try:
             yield
         finally:
-            self.replicas = self.place.replicas
+            self.is_apart = False
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         self.before, self.flying = {}, []
@@ -360,7 +368,7 @@ class Group:
 
     def close(self) -> None:
         """The groups take file descriptors, ten for a pipeline of two ranks."""
-        _arrive(self.telling)
+        _arrive(self.telling, self.place)
         self.place.close()
 
     def _gathered(self, own: T) -> list[T]:
@@ -388,11 +396,13 @@ def _shifted(moment: Moment, by: float) -> Moment:
     return Moment(action, asked + by, sent + by if sent else 0.0, start + by, end + by)
 
 
-def _arrive(telling: list[Any]) -> None:
+def _arrive(telling: list[Any], place: Place) -> None:
     """A process that ends in the middle of a reduction aborts, whatever it has achieved."""
-    for work in telling:
-        with suppress(RuntimeError):  # the others are gone
+    try:
+        for work in telling:
             work.wait(timedelta(seconds=LAST_WORDS))
+    except RuntimeError:  # the others are gone
+        place.hang_up()
     telling.clear()
 
 

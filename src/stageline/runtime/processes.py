@@ -12,11 +12,11 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -39,7 +39,7 @@ from stageline.schedules.action import Action, Kind
 
 SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard twice a second
-UNKNOWN, HANG_UP = 0, 1  # tags of messages whose form only the sender knows, and of none
+UNKNOWN = 0  # tag of messages whose form only the sender knows
 SMALL = 2**20  # bytes of messages that may be held a little longer than they need
 GRACE = 3.0  # seconds in which a rank that failed can say why, after its connection broke
 
@@ -126,8 +126,8 @@ class Receive(NamedTuple):
 class Incoming:
     """Messages to this rank. State: those that were promised, and those that came out of turn."""
 
-    def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
-        self.group, self.limit = group, timedelta(seconds=limit)
+    def __init__(self, place: Place, limit: float) -> None:
+        self.place, self.limit = place, timedelta(seconds=limit)
         self.promised: dict[Action, Receive] = {}
         self.unknown: dict[int, deque[Action]] = {}  # by rank, in the order in which they come
         self.early: dict[Action, Message] = {}
@@ -171,7 +171,7 @@ class Incoming:
 
     def _posted(self, buffer: Tensor, peer: int, tag: int) -> dist.Work:
         try:
-            return self.group.recv([buffer], peer, tag)
+            return self.place.pipeline.recv([buffer], peer, tag)
         except RuntimeError as error:
             raise Lost(peer, str(error)) from None
 
@@ -194,8 +194,8 @@ class Outgoing:
     when the rank is about to wait: a thread that wakes takes time from the rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.fresh: list[tuple[Any, Tensor]] = []  # the thread has not been told of them
         self.num_bytes = 0  # of these
         self.leaving: SimpleQueue[list[tuple[Any, Tensor]] | None] = SimpleQueue()
@@ -226,7 +226,7 @@ class Outgoing:
 
     def _post(self, peer: int, buffer: Tensor, tag: int) -> None:
         try:
-            self.fresh.append((self.group.send([buffer], peer, tag), buffer))
+            self.fresh.append((self.place.pipeline.send([buffer], peer, tag), buffer))
         except RuntimeError as error:
             raise Lost(peer, str(error)) from None
         self.num_bytes += buffer.nbytes
@@ -280,18 +280,17 @@ class Processes:
         limit: float,
         reduce: Callable[[int], None],
     ) -> None:
-        self.place, self.group = place, place.pipeline
+        self.place = place
         self.device, self.limit, self.reduce = device, limit, reduce
-        self.rank = dist.get_rank(self.group)
-        self.incoming, self.outgoing = Incoming(self.group, limit), Outgoing(self.group)
+        self.rank = dist.get_rank(place.pipeline)
+        self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
         self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
         replica = f" of replica {place.replica}" if place.num_replicas > 1 else ""
         self.at = Standing(f"rank {self.rank}{replica}")
         number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
         # if another rank has failed, this one must not go on waiting
-        stop = partial(hang_up_on, place.groups)
-        self.watch = Watch(store_for(place), number, count, self.at.words, stop)
+        self.watch = Watch(store_for(place), number, count, self.at.words, place.hang_up)
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
@@ -343,7 +342,7 @@ class Processes:
 
     def _failed(self, text: str) -> StageError:
         """Hang up on everyone, so that no thread of theirs or ours goes on waiting."""
-        hang_up_on(self.place.groups)
+        self.place.hang_up()
         self.close()
         return StageError(text)
 
@@ -455,24 +454,6 @@ class Network:
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)
-
-
-def hang_up_on(groups: Iterable[dist.ProcessGroup]) -> None:
-    for group in groups:
-        hang_up(group)
-
-
-def hang_up(group: dist.ProcessGroup) -> None:
-    """Close all lines of a group of our own.
-
-    Nothing ends gloo's waiting for a message but a wait that is over: that closes the line.
-    """
-    for peer in dist.get_process_group_ranks(group):
-        if peer != dist.get_rank():
-            with suppress(RuntimeError):  # it is over, or the line was closed before
-                nothing = dist.irecv(torch.empty(1), peer, group, HANG_UP)
-                assert nothing is not None  # this process is of the group
-                nothing.wait(timedelta(milliseconds=1))
 
 
 def store_for(place: Place) -> dist.distributed_c10d.Store:

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from importlib import import_module
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +112,6 @@ def cells(row: tuple[Span, ...], stages: tuple[int, ...]) -> list[str]:
 
 @every_family
 def test_a_large_schedule_is_built_at_once(family: Callable[[int, int], Schedule]) -> None:
-    start = perf_counter()
+    start = thread_time()
     family(32, 256)
-    assert perf_counter() - start < 2  # 0.05 to 0.2 s on an idle core
+    assert thread_time() - start < 2  # 0.05 to 0.2 s on an idle core; of work, not of waiting
