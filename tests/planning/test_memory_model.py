@@ -25,8 +25,8 @@ from stageline.pipeline import LossFunction, Pipeline
 from stageline.planning.cluster import Cluster
 from stageline.planning.estimate import estimate
 from stageline.planning.profile import Profile
-from stageline.planning.search import _peaks
 from stageline.planning.stages import Cut, Machines, stage_costs
+from stageline.report.memory import peak_memory
 from stageline.runtime.stage import Stage
 from stageline.schedules.action import Kind
 from stageline.zoo import gpt
@@ -237,7 +237,7 @@ def test_activations_are_those_of_the_model(
     watch = watched(name, pipe)
     costs = costs_of(name, pipe, recompute=recompute == "always")
     static = costs.static(pipe.schedule.placement)
-    for rank, peak in enumerate(_peaks(pipe.schedule, costs)):
+    for rank, peak in enumerate(peak_memory(pipe.schedule.actions, pipe.schedule.placement, costs)):
         losses = 4 * (NUM_MICROBATCHES + 1) if rank == num_ranks - 1 else 0
         assert 0 <= watch.settled[rank] - (peak - static[rank]) <= losses
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import stageline as sl
 from stageline.planning.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
 from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.search import SCHEDULES
+from stageline.planning.search import SURE
 from stageline.planning.stages import Cut, Machines, stage_costs
+from stageline.planning.ways import SCHEDULES
 
 MIB = 2**20
+TIMES = ("forward", "input_grad", "weight_grad")
 
 
 def profile_of(
@@ -28,7 +31,7 @@ def profile_of(
     return Profile(names, (Measurement(1, costs, values),))
 
 
-def cluster_of(num_devices: int, memory: str = "1TiB", **options: Any) -> Cluster:
+def cluster_of(num_devices: int, memory: float | str = "1TiB", **options: Any) -> Cluster:
     return Cluster(num_devices=num_devices, memory=memory, **options)
 
 
@@ -186,14 +189,68 @@ def test_what_a_plan_says_is_not_to_be_said_again() -> None:
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (cluster_of(2, "1MiB"), "parameters, gradients and optimizer state do"),
-        (cluster_of(2, "17MiB"), "nearest comes .* needs .*MiB: use devices with that much"),
+        (cluster_of(2, "1MiB"), "parameters, gradients and optimizer state take 16MiB"),
+        (cluster_of(2, "17MiB"), "nearest comes .* needs .*MiB .*: use devices with that much"),
     ],
 )
 def test_when_nothing_fits_it_says_what_comes_nearest(cluster: Cluster, message: str) -> None:
     profile = profile_of([1.0] * 8, parameters=MIB, activation=4 * MIB, message=2 * MIB)
     with pytest.raises(sl.PlanError, match=message):
         sl.plan(profile, cluster, batch_size=8)
+
+
+def test_it_says_where_running_forwards_again_would_make_it_fit() -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
+    cluster = cluster_of(4, "5.1MiB")
+    with pytest.raises(sl.PlanError, match=r": recompute on stage 0, or devices with that much"):
+        sl.plan(profile, cluster, num_ranks=4, recompute=False, **options)
+
+
+def test_a_large_embedding_shares_its_rank_with_fewer_layers_if_memory_is_short() -> None:
+    layers = [LayerCost(0.1, 0.0, 0.1, 1, 0, 40, 0), *[LayerCost(1, 1, 1, 1, 0, 10, 0)] * 7]
+    values = tuple(ValueCost(n, (n + 1,), 1.0) for n in range(7))
+    profile = Profile(tuple("abcdefgh"), (Measurement(1, tuple(layers), values),))
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "num_ranks": 2}
+    even = sl.plan(profile, cluster_of(2, "1KiB"), schedules=["1f1b"], **options)
+    assert even.balance == (4, 4)
+    tight = sl.plan(profile, cluster_of(2, 130), schedules=["1f1b"], **options)
+    assert tight.balance == (3, 5)  # 2 · (40 + 2 · 10) bytes of weights, and 5 layers have 100
+    assert max(tight.peak_memory) <= 130
+    v = sl.plan(profile, cluster_of(2, 150), schedules=["zbv"], **options)
+    assert max(v.peak_memory) <= 150
+
+
+def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
+    """A slow link between two machines carries either messages or sums of gradients."""
+    levels = (Level("machine", 2, bandwidth=1e9), Level("site", 2, bandwidth=1e3))
+    options: dict[str, Any] = {"batch_size": 8, "num_ranks": 2, "schedules": ["1f1b"]}
+    large = profile_of([1.0] * 4, message=1e5, parameters=1.0)
+    heavy = profile_of([1.0] * 4, message=1.0, parameters=1e5)
+    for profile, side_by_side in ((large, False), (heavy, True)):
+        plan = sl.plan(profile, cluster_of(4, levels=levels), **options)
+        assert plan.chosen.side_by_side is side_by_side
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None:
+    """And what it holds: the search leaves out ways by that."""
+    rng = random.Random(name)
+    for num_ranks in (2, 4):
+        short = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+        stages = short.num_stages
+        times = [[rng.uniform(0.5, 1.5) for _ in range(stages)] for _ in range(3)]
+        given: dict[str, Any] = dict(zip(TIMES, times, strict=True))
+        costs = sl.Costs(**given, transfer=rng.choice([0.0, 0.2]), activation=times[0])
+        parts = [costs.per_rank(part, short.placement) for part in TIMES]
+        busiest = max(map(sum, zip(*parts, strict=True)))
+        for more in (num_ranks, 4 * num_ranks):
+            count = 2 * num_ranks + more
+            long = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=count)
+            few, many = sl.simulate(short, costs), sl.simulate(long, costs)
+            assert many.makespan >= SURE * (few.makespan + more * busiest)
+            for after, before in zip(many.peak_memory, few.peak_memory, strict=True):
+                assert after >= before * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(

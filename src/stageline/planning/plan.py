@@ -40,13 +40,17 @@ class Option:
     bubble: Amount  # idle share of all ranks
     peak_memory: Amount  # bytes, of the fullest rank
     verdict: str = ""  # why it is not the plan
+    chunks: Count = 1  # stages of a rank
+    side_by_side: bool = False  # the replicas of a rank are neighbours, not the ranks of a replica
 
     @property
     def words(self) -> str:
         replicas = f" × {self.replicas} replicas" if self.replicas > 1 else ""
+        replicas += " side by side" if self.side_by_side else ""
+        chunks = f" of {self.chunks} stages" if self.chunks > 1 else ""
         again = f", {self.recompute} stages recomputed" if self.recompute else ""
         return (
-            f"{self.schedule} on {self.num_ranks} ranks{replicas}, "
+            f"{self.schedule} on {self.num_ranks} ranks{chunks}{replicas}, "
             f"{self.num_microbatches} micro-batches of {self.samples}{again}"
         )
 

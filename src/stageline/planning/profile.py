@@ -6,6 +6,8 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -61,6 +63,19 @@ class Measurement:
     samples: Count
     layers: tuple[LayerCost, ...]
     values: tuple[ValueCost, ...]
+
+    def over(self, layers: range, name: str) -> float:
+        """The sum of one of the layers' costs."""
+        sums = self._sums[name]
+        return sums[layers.stop] - sums[layers.start]
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        """Over the first layers, for a search asks for thousands of stages."""
+        return {
+            cost.name: list(accumulate((getattr(la, cost.name) for la in self.layers), initial=0.0))
+            for cost in fields(LayerCost)
+        }
 
 
 @dataclass(frozen=True, config=CHECKED)

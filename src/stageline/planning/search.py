@@ -1,126 +1,44 @@
-"""sl.plan: try ways to train from the most promising on, until no other can be faster.
+"""sl.plan: look at ways to train from the most promising on, until no other can be faster.
 
-layouts (ranks × replicas) × micro-batch sizes × schedules
-  ─► bound: no rank can be faster than an even share of the work, one micro-batch through
-     all stages, and the same back
-  ─► cut, simulate, recompute where memory is short ─► the fastest that fits
+    ways ─► a bound ─► queue ─► the lowest ─┬─► run it for few micro-batches ─► a closer bound
+                         ▲                  ├─► run it for all, if that is done ─► its time
+                         └─── back in ◄─────┤   if it does not fit ─► leaner ways and their bounds
+                                            └─► found, if that is done too: no other is faster
+
+No rank is faster than its work, one micro-batch through all stages, and the same back. After a run
+for few micro-batches each of those that are lacking takes what the busiest rank needs for it.
+Orders that are searched for come last, and only where they can still win.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from stageline.arguments import check_size
-from stageline.costs import Costs
 from stageline.errors import PlanError, ScheduleError
 from stageline.planning.cluster import Cluster
-from stageline.planning.partition import split
-from stageline.planning.placed import split_placed
-from stageline.planning.plan import Option, Plan, costs_as_numbers
+from stageline.planning.outcome import Found, others, stages_in_words, why_nothing_fits
+from stageline.planning.plan import Plan, costs_as_numbers
 from stageline.planning.profile import Profile
-from stageline.planning.stages import Cut, Machines, stage_costs, states_of
-from stageline.report.memory import peak_memory
-from stageline.report.timeline import Timeline
-from stageline.schedules.action import Kind
-from stageline.schedules.build import FAMILIES, build_schedule
-from stageline.schedules.placement import Placement, loop, wave
+from stageline.planning.stages import states_of
+from stageline.planning.ways import SCHEDULES, Task, Way, Ways, built
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
-from stageline.units import format_bytes
 
-SCHEDULES = tuple(name for name in FAMILIES if name != "naive")
-SEARCHED = ("zb_1p", "zb_2p", "zbv")  # for the costs of the stages
-NUM_OTHERS = 8  # that a plan tells of
+STAND_IN = {"zb_1p": "zb_h1", "zb_2p": "zb_h2", "zbv": "zbv"}  # which hold as much as these
+FOUND_BY_SEARCH = ("zb_1p", "zb_2p")  # for want of a rule
 MANY_ACTIONS = 2_000  # of a schedule that is searched for; beyond that it takes seconds
+NUM_SEARCHES = 8
+SHORT = 60_000  # actions that are simulated for a closer bound, at most
+SURE = 0.98  # of what a short run says: where stages are uneven it may say 1 % too much
+NUM_OTHERS = 8  # schedules that a plan tells of beside its own
+PATIENCE = 300_000  # actions that are simulated for their sake
 Progress = Callable[[int, str], None]
-
-
-class Layout(NamedTuple):
-    """How devices and samples are divided."""
-
-    num_ranks: int
-    replicas: int
-    samples: int  # of a micro-batch
-    num_microbatches: int
-
-    def machines(self, cluster: Cluster) -> Machines:
-        return Machines.of(cluster, self.num_ranks, self.replicas)
-
-
-class Family(NamedTuple):
-    """What is known of a schedule before it is built."""
-
-    placement: Placement
-    in_halves: bool
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to train, not simulated yet."""
-
-    layout: Layout
-    name: str
-    cut: Cut
-    family: Family
-    bound: float  # seconds
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is planned for."""
-
-    profile: Profile
-    cluster: Cluster
-    batch_size: int
-    optimizer: str
-    num_ranks: int | None  # None: as many as are best
-    recompute: bool  # allowed
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A way to train, and what its ranks hold beyond what they have."""
-
-    layout: Layout
-    schedule: Schedule
-    cut: Cut
-    costs: Costs
-    excesses: tuple[float, ...]  # bytes, by rank
-
-    @property
-    def excess(self) -> float:
-        return max(self.excesses)
-
-    def option(self, **expected: Any) -> Option:
-        return Option(
-            schedule=self.schedule.name,
-            num_ranks=self.layout.num_ranks,
-            replicas=self.layout.replicas,
-            num_microbatches=self.layout.num_microbatches,
-            samples=self.layout.samples,
-            recompute=sum(self.cut.recompute),
-            peak_memory=max(_peaks(self.schedule, self.costs)),
-            **expected,
-        )
-
-
-@dataclass(frozen=True)
-class Found:
-    """One that fits, simulated."""
-
-    trial: Trial
-    timeline: Timeline
-    seconds: float
-
-    def option(self, verdict: str = "") -> Option:
-        return self.trial.option(
-            seconds=self.seconds, bubble=self.timeline.step_bubble, verdict=verdict
-        )
+T = TypeVar("T")
 
 
 def plan(
@@ -139,235 +57,173 @@ def plan(
     Ranks, replicas, cut, schedule, size of micro-batches and recomputation are chosen; the plan
     tells what is expected, and why others lost. `num_ranks` and `schedules` are for those who know
     that already; without `recompute` nothing is run again.
-    `progress` is called with how many ways were tried, and the best so far.
+    `progress` is called with how many ways were looked at, and the best so far.
     """
     check_size("batch_size", batch_size)
     states_of(optimizer)
     task = Task(profile, cluster, batch_size, optimizer, num_ranks, recompute)
-    found, nearest = _tried(task, schedules, progress or (lambda _, __: None))
+    search = Search(task, schedules, progress or (lambda _, __: None))
+    found = search.run()
     if not found:
-        raise PlanError(_nothing_fits(task, nearest))
-    found.sort(key=lambda each: each.seconds)
-    best = found[0].trial
+        raise PlanError(why_nothing_fits(task, search.nearest, _advice(task, schedules)))
+    best = found[0]
     return Plan(
         layers=profile.names,
-        balance=best.cut.balance,
-        recompute=best.cut.recompute,
+        balance=best.way.cut.balance,
+        recompute=best.way.cut.recompute,
         actions=tuple(" ".join(map(str, row)) for row in best.schedule.actions),
-        costs=costs_as_numbers(best.costs, best.schedule.num_stages),
-        peak_memory=_peaks(best.schedule, best.costs),
+        costs=costs_as_numbers(best.way.costs, best.schedule.num_stages),
+        peak_memory=best.peaks,
         batch_size=batch_size,
-        chosen=found[0].option(),
-        others=tuple(_others(found)),
+        chosen=best.option(),
+        others=tuple(others(found)),
     )
 
 
-def _tried(
-    task: Task, schedules: Sequence[str], progress: Progress
-) -> tuple[list[Found], Trial | None]:
-    """Those that fit, and of those that do not the one that comes nearest."""
-    found: list[Found] = []
-    nearest: Trial | None = None
-    best = math.inf
-    candidates = sorted(_candidates(task, schedules), key=lambda each: each.bound)
-    for count, candidate in enumerate(candidates, start=1):
-        if candidate.bound >= best:
-            break
-        told = f"best so far {1e3 * best:.4g} ms" if found else "none fits yet"
-        progress(count, f"{told}, {len(candidates)} ways at most")
-        trial = _trial(task, candidate)
-        if trial is None:
-            continue
-        if trial.excess > 0:
-            nearest = min((t for t in (nearest, trial) if t), key=lambda each: each.excess)
-        elif _bound(candidate.layout, trial.costs, candidate.family) < best:
-            found.append(_simulated(task, trial))
-            best = min(best, found[-1].seconds)
-    return found, nearest
+class Queue(Generic[T]):
+    """State: items, of which the one with the lowest bound is next."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[float, int, T]] = []
+        self.count = 0  # of all that were ever put: ties go to the first
+
+    def put(self, bound: float, item: T) -> None:
+        heapq.heappush(self.items, (bound, self.count, item))
+        self.count += 1
+
+    def next(self, below: float = math.inf) -> tuple[float, T] | None:
+        if not self.items or self.items[0][0] >= below:
+            return None
+        bound, _, item = heapq.heappop(self.items)
+        return bound, item
 
 
-def _layouts(task: Task) -> Iterator[Layout]:
-    """All devices in use; micro-batches of a power of two samples, or all that a replica has."""
-    for replicas in range(1, task.cluster.num_devices + 1):
-        num_ranks, rest = divmod(task.cluster.num_devices, replicas)
-        if rest or num_ranks > len(task.profile.names) or replicas > task.batch_size:
-            continue
-        if task.num_ranks not in (None, num_ranks):
-            continue
-        share = math.ceil(task.batch_size / replicas)
-        sizes = {2**power for power in range(share.bit_length()) if 2**power <= share}
-        for samples in sorted(sizes | {share}):
-            yield Layout(num_ranks, replicas, samples, math.ceil(share / samples))
+@dataclass(frozen=True)
+class Known:
+    """A way of which a short run has shown what it takes, and that it fits so far."""
+
+    way: Way
 
 
-def _candidates(task: Task, schedules: Sequence[str]) -> Iterator[Candidate]:
-    family_of = cache(_family)
-    balance_of = cache(lambda machines, placement: _balance(task, machines, placement))
-    for layout in _layouts(task):
-        machines = layout.machines(task.cluster)
-        costs_of = cache(lambda *key: _costs(task, layout, *key))  # noqa: B023  used up here
-        for name in schedules:
-            family = family_of(name, layout.num_ranks)
-            if len(task.profile.names) < len(family.placement):
+class Search:
+    """State: what is still to be looked at, the best so far, and what comes nearest to fitting."""
+
+    def __init__(self, task: Task, schedules: Sequence[str], progress: Progress) -> None:
+        self.ways, self.progress = Ways(task), progress
+        self.queue: Queue[Way | Known | Found] = Queue()
+        self.to_search: Queue[Way] = Queue()
+        self.looked_at = 0
+        self.best = math.inf
+        self.nearest: tuple[float, Way] | None = None
+        for way in self.ways.all(schedules):
+            if way.name in STAND_IN and way.num_actions <= MANY_ACTIONS:
+                self.to_search.put(way.bound(), way)
+            if way.name not in FOUND_BY_SEARCH:
+                self.queue.put(way.bound(), way)
+
+    def run(self) -> list[Found]:
+        """The fastest first, and the fastest of other schedules if they are soon found."""
+        found = [*self._from_queue(), *self._from_searches()]
+        return sorted(found, key=lambda each: each.seconds)
+
+    def _from_queue(self) -> Iterator[Found]:
+        patience, names = PATIENCE, set[str]()
+        while patience > 0 and len(names) <= NUM_OTHERS and (entry := self.queue.next()):
+            bound, item = entry
+            way = item if isinstance(item, Way) else item.way
+            if way.name in names:
                 continue
-            if _is_too_much(name, layout, family):
+            if isinstance(item, Found):
+                names.add(way.name)
+                yield item
+            elif isinstance(item, Known):
+                patience -= way.num_actions if names else 0
+                self._simulate(way)
+            else:
+                self._look_at(way, bound)
+
+    def _from_searches(self) -> Iterator[Found]:
+        left = NUM_SEARCHES
+        while left and (entry := self.to_search.next(below=self.best)):
+            way = entry[1]
+            short = self._short(way, STAND_IN[way.name])
+            if short is None or not self._fits(way, short, self.to_search):
                 continue
-            balance = balance_of(machines, family.placement)
-            cut = Cut(balance, family.placement, (False,) * len(balance))
-            costs = costs_of(cut, family.in_halves)
-            if max(_beyond(costs.static(family.placement), machines)) <= 0:
-                yield Candidate(layout, name, cut, family, _bound(layout, costs, family))
+            left -= 1
+            self._tell()
+            schedule = self._built(way, costs=way.costs)
+            if schedule is not None and max(self.ways.excesses(way, schedule)) <= 0:
+                found = Found.of(self.ways.machines(way.layout.grid), way, schedule)
+                self.best = min(self.best, found.seconds)
+                yield found
+
+    def _look_at(self, way: Way, bound: float) -> None:
+        self._tell()
+        num_actions = way.num_actions * _few(way) / way.layout.num_microbatches
+        if num_actions > SHORT:
+            self.queue.put(bound, Known(way))
+            return
+        short = self._short(way, way.name)
+        if short is None or not self._fits(way, short, self.queue):
+            return
+        if short.num_microbatches == way.layout.num_microbatches:
+            self._found(way, short)
+        else:
+            lacking = way.layout.num_microbatches - short.num_microbatches
+            closer = simulate(short, way.costs).makespan + lacking * way.busiest()
+            self.queue.put(max(bound, SURE * closer), Known(way))
+
+    def _simulate(self, way: Way) -> None:
+        schedule = self._built(way)
+        if schedule is not None and self._fits(way, schedule, self.queue):
+            self._found(way, schedule)
+
+    def _found(self, way: Way, schedule: Schedule) -> None:
+        found = Found.of(self.ways.machines(way.layout.grid), way, schedule)
+        self.best = min(self.best, found.seconds)
+        self.queue.put(found.seconds, found)
+
+    def _fits(self, way: Way, schedule: Schedule, queue: Queue[Any]) -> bool:
+        """If not, leaner ways take its place in the queue."""
+        excesses = self.ways.excesses(way, schedule)
+        excess = max(excesses)
+        if excess <= 0:
+            return True
+        if self.nearest is None or excess < self.nearest[0]:
+            self.nearest = excess, way
+        for leaner in self.ways.leaner(way, schedule, excesses):
+            queue.put(leaner.bound(), leaner)
+        return False
+
+    def _short(self, way: Way, name: str) -> Schedule | None:
+        """None if there is none: some need more micro-batches, or a multiple of the ranks."""
+        try:
+            return self.ways.short(name, way.layout.num_ranks, _few(way), way.chunks)
+        except ScheduleError:
+            return None
+
+    def _built(self, way: Way, **options: Any) -> Schedule | None:
+        try:
+            return built(
+                way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks, **options
+            )
+        except ScheduleError:
+            return None
+
+    def _tell(self) -> None:
+        told = "none fits yet" if self.best == math.inf else f"best so far {1e3 * self.best:.4g} ms"
+        self.looked_at += 1
+        self.progress(self.looked_at, told)
 
 
-def _costs(task: Task, layout: Layout, cut: Cut, in_halves: bool) -> Costs:
-    return stage_costs(
-        task.profile.at(layout.samples),
-        task.profile.tied,
-        cut,
-        layout.machines(task.cluster),
-        in_halves=in_halves,
-        optimizer=task.optimizer,
-    )
+def _few(way: Way) -> int:
+    """Micro-batches that show what every further one does: all ranks are full by then."""
+    return min(way.layout.num_microbatches, 2 * way.layout.num_ranks)
 
 
-def _family(name: str, num_ranks: int) -> Family:
-    """What two ranks show of it: stages straight on, in a loop or in waves, backwards in halves."""
-    small = build_schedule(name, num_ranks=2, num_microbatches=4)
-    chunks = small.num_stages // 2
-    placed = loop if small.placement == loop(2, chunks) else wave
-    in_halves = any(action.kind is Kind.I for row in small.actions for action in row)
-    return Family(placed(num_ranks, chunks), in_halves)
-
-
-def _is_too_much(name: str, layout: Layout, family: Family) -> bool:
-    """Schedules that are always searched for; and all but one where there is nothing to order."""
-    if layout.num_ranks == 1:
-        return name != "1f1b"
-    num_actions = 3 * len(family.placement) * layout.num_microbatches
-    return name in ("zb_1p", "zb_2p") and num_actions > MANY_ACTIONS
-
-
-def _bound(layout: Layout, costs: Costs, family: Family) -> float:
-    """Seconds below which no order is: a rank works, and waits for one micro-batch to come and go.
-
-    It comes through the forwards of the first stages of all ranks before it, and goes back through
-    their backwards; with halves, weight gradients may fill the time in which it goes.
-    """
-    stages, ranks = len(family.placement), layout.num_ranks
-    names = ("forward", "input_grad", "weight_grad")
-    forward, inputs, weights = (costs.per_stage(name, stages) for name in names)
-    work, chain = [0.0] * ranks, [0.0] * ranks
-    for stage, rank in enumerate(family.placement):
-        chain[rank] += layout.num_microbatches * (forward[stage] + inputs[stage])
-        work[rank] += layout.num_microbatches * weights[stage]
-    come = [0.0, *accumulate(forward[: ranks - 1])]
-    back = inputs if family.in_halves else [i + w for i, w in zip(inputs, weights, strict=True)]
-    go = [0.0, *accumulate(back[: ranks - 1])]
-    if not family.in_halves:
-        return max(chain[r] + work[r] + come[r] + go[r] for r in range(ranks))
-    return max(max(chain[r] + go[r], chain[r] + work[r]) + come[r] for r in range(ranks))
-
-
-def _trial(task: Task, candidate: Candidate) -> Trial | None:
-    """With as much recomputation as it needs; None if there is no such schedule."""
-    layout = candidate.layout
-    sizes = {"num_ranks": layout.num_ranks, "num_microbatches": layout.num_microbatches}
-    family, machines = candidate.family, layout.machines(task.cluster)
-    costs = _costs(task, layout, candidate.cut, family.in_halves)
-    num_actions = 3 * len(family.placement) * layout.num_microbatches
-    is_searched = candidate.name in SEARCHED and num_actions <= MANY_ACTIONS
-    try:
-        schedule = build_schedule(candidate.name, **sizes, costs=costs if is_searched else None)
-    except ScheduleError:
-        return None
-    excesses = _beyond(_peaks(schedule, costs), machines)
-    trial = Trial(layout, schedule, candidate.cut, costs, excesses)
-    if trial.excess <= 0 or not task.recompute:
-        return trial
-    again = tuple(trial.excesses[rank] > 0 for rank in family.placement)
-    cut = replace(candidate.cut, recompute=again)
-    costs = _costs(task, layout, cut, family.in_halves)
-    return Trial(layout, schedule, cut, costs, _beyond(_peaks(schedule, costs), machines))
-
-
-def _simulated(task: Task, trial: Trial) -> Found:
-    timeline = simulate(trial.schedule, trial.costs)
-    reduced = _reduced(task, trial.layout, trial.costs, timeline)
-    return Found(trial, timeline, max(timeline.makespan, reduced))
-
-
-def _reduced(task: Task, layout: Layout, costs: Costs, timeline: Timeline) -> float:
-    """When gradients of all replicas are summed: each stage's right behind its last backward."""
-    if layout.replicas == 1:
-        return 0.0
-    gradients = costs.per_stage("gradients", timeline.num_stages)
-    ends = [0.0] * timeline.num_stages
-    for row in timeline.spans:
-        for action, _, end in row:
-            ends[action.stage] = max(ends[action.stage], end)
-    share = 2 * (layout.replicas - 1) / layout.replicas  # of the bytes, in a ring
-    times = []
-    for stage, rank in enumerate(timeline.placement):
-        link = task.cluster.link(rank, rank + layout.num_ranks)
-        times.append(ends[stage] + link.latency + share * gradients[stage] / link.bandwidth)
-    return max(times)
-
-
-def _balance(task: Task, machines: Machines, placement: Placement) -> tuple[int, ...]:
-    """By the times of the largest measured micro-batch: how they compare hardly depends on it."""
-    measurement = task.profile.measurements[-1]
-    costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
-    speeds = [device.speed for device in machines.devices]
-    if len(placement) == len(speeds):
-        return split(costs, len(speeds), speeds=speeds)
-    return split_placed(costs, placement, speeds=speeds).balance
-
-
-def _peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    return peak_memory(schedule.actions, schedule.placement, costs)
-
-
-def _beyond(sizes: Sequence[float], machines: Machines) -> tuple[float, ...]:
-    """By rank, bytes beyond what its devices have."""
-    pairs = zip(sizes, machines.devices, strict=True)
-    return tuple(size - device.memory_bytes for size, device in pairs)
-
-
-def _others(found: Sequence[Found]) -> Iterator[Option]:
-    """The next best, one of each schedule, and by how much they are slower."""
-    best = found[0]
-    seen = {best.trial.schedule.name}
-    for each in found[1:]:
-        name = each.trial.schedule.name
-        if name not in seen and len(seen) <= NUM_OTHERS:
-            seen.add(name)
-            slower = each.seconds / best.seconds - 1
-            yield each.option(f"{100 * slower:.1f} % slower: {_why(each, best)}")
-
-
-def _why(loser: Found, best: Found) -> str:
-    if sum(loser.trial.cut.recompute) > sum(best.trial.cut.recompute):
-        return "needs more recomputation to fit"
-    if loser.timeline.step_bubble > best.timeline.step_bubble:
-        return "a larger bubble"
-    if loser.trial.layout != best.trial.layout:
-        return "slower micro-batches"
-    return "its forwards and backwards take longer"
-
-
-def _nothing_fits(task: Task, nearest: Trial | None) -> str:
-    """What comes nearest, and what would make it fit."""
-    devices, memory = task.cluster.num_devices, task.cluster.device(0).memory_bytes
-    if nearest is None:
-        return (
-            f"nothing fits: with batches of {task.batch_size} on {devices} devices of "
-            f"{format_bytes(memory)} there is no cut of {len(task.profile.names)} layers whose "
-            "parameters, gradients and optimizer state do: use more or larger devices"
-        )
-    option = nearest.option(seconds=0.0, bubble=0.0)
-    again = "" if task.recompute else "recompute=True, or "
-    return (
-        f"nothing fits in {format_bytes(memory)}; nearest comes {option.words}, whose fullest rank "
-        f"needs {format_bytes(option.peak_memory)}: use {again}devices with that much, or more "
-        "of them"
-    )
+def _advice(task: Task, schedules: Sequence[str]) -> str:
+    """What would make it fit."""
+    if task.recompute:
+        return ""
+    allowed = Search(replace(task, recompute=True), schedules, lambda _, __: None).run()
+    return f"recompute on {stages_in_words(allowed[0].way.cut.recompute)}, or " if allowed else ""

@@ -8,15 +8,14 @@ recomputed          only what it reads from other stages; the rest comes back fo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from stageline.costs import Costs
+from stageline.costs import Costs, Link
 from stageline.errors import PlanError
 from stageline.planning.cluster import Cluster, Device
-from stageline.planning.profile import LayerCost, Measurement, Tied, ValueCost
+from stageline.planning.profile import Measurement, Tied, ValueCost
 from stageline.schedules.placement import Placement
 
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}  # tensors a parameter
@@ -44,21 +43,35 @@ class Cut:
 class Machines:
     """What the ranks of a pipeline run on: for each the worst of its devices in all replicas.
 
-    Device k · ranks + r is rank r of replica k; links are those of the first replica.
+    By default the ranks of a replica are neighbours. Links are those of the first replica.
     """
 
     cluster: Cluster
     devices: tuple[Device, ...]  # by rank
+    numbers: tuple[tuple[int, ...], ...]  # by rank, of its devices in the cluster, by replica
 
     @staticmethod
-    def of(cluster: Cluster, num_ranks: int, replicas: int) -> Machines:
-        return Machines(
-            cluster,
+    def of(
+        cluster: Cluster, num_ranks: int, replicas: int, *, side_by_side: bool = False
+    ) -> Machines:
+        """`side_by_side`: the replicas of a rank are neighbours instead."""
+        numbers = tuple(
             tuple(
-                _worst([cluster.device(k * num_ranks + rank) for k in range(replicas)])
-                for rank in range(num_ranks)
-            ),
+                rank * replicas + k if side_by_side else k * num_ranks + rank
+                for k in range(replicas)
+            )
+            for rank in range(num_ranks)
         )
+        devices = tuple(_worst([cluster.device(number) for number in row]) for row in numbers)
+        return Machines(cluster, devices, numbers)
+
+    def link(self, source: int, target: int) -> Link:
+        """Between two ranks."""
+        return self.cluster.link(self.numbers[source][0], self.numbers[target][0])
+
+    def ring(self, rank: int) -> Link:
+        """The slowest of those that join its replicas: no two are further apart than the ends."""
+        return self.cluster.link(self.numbers[rank][0], self.numbers[rank][-1])
 
 
 def _worst(devices: Sequence[Device]) -> Device:
@@ -106,42 +119,47 @@ def stage_costs(
     optimizer: str,
 ) -> Costs:
     """`in_halves` if the schedule has I and W: then forwards take longer, and gradients wait."""
-    layers = [[measurement.layers[number] for number in stage] for stage in cut.stages]
+
+    def sums(name: str) -> list[float]:
+        return [measurement.over(stage, name) for stage in cut.stages]
+
     traffic = Traffic.of(measurement.values, cut.homes)
     speeds = [machines.devices[rank].speed for rank in cut.placement]
-    forward = _over([_sum(row, "forward") for row in layers], speeds)
-    halving = _over([_sum(row, "halving") for row in layers], speeds)
+    forward = _over(sums("forward"), speeds)
+    halving = _over(sums("halving"), speeds)
     kept = [
-        _sum(row, "activation") + read + unsaved
-        for row, read, unsaved in zip(layers, traffic.read, traffic.unsaved, strict=True)
+        own + read + unsaved
+        for own, read, unsaved in zip(
+            sums("activation"), traffic.read, traffic.unsaved, strict=True
+        )
     ]
     held = [
         read if again else all_of_it
         for read, all_of_it, again in zip(traffic.read, kept, cut.recompute, strict=True)
     ]
     needed = [
-        min(max(0.0, _sum(row, "retained") + more), all_of_it)
-        for row, more, all_of_it in zip(layers, traffic.retained, kept, strict=True)
+        min(max(0.0, own + more), all_of_it)
+        for own, more, all_of_it in zip(sums("retained"), traffic.retained, kept, strict=True)
     ]
     retained = [min(pair) for pair in zip(needed, held, strict=True)]
     brought_back = [a - b for a, b in zip(needed, retained, strict=True)]  # and kept until W
-    learned = _learned(layers, tied, cut)
-    buffers = [_sum(row, "buffers") for row in layers]
+    learned = _learned(sums("parameters"), tied, cut)
+    buffers = sums("buffers")
     return Costs(
         forward=[f + h * in_halves for f, h in zip(forward, halving, strict=True)],
-        input_grad=_over([_sum(row, "input_grad") for row in layers], speeds),
-        weight_grad=_over([_sum(row, "weight_grad") for row in layers], speeds),
+        input_grad=_over(sums("input_grad"), speeds),
+        weight_grad=_over(sums("weight_grad"), speeds),
         transfer=_transfers(traffic, cut.placement, machines),
         activation=held,
         retained=retained,
         waiting=[
-            (_sum(row, "waiting") + more) * in_halves
-            for row, more in zip(layers, brought_back, strict=True)
+            (own + more) * in_halves
+            for own, more in zip(sums("waiting"), brought_back, strict=True)
         ],
         recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
         working_set=[a - h for a, h in zip(kept, held, strict=True)],
         parameters=[a + b for a, b in zip(learned, buffers, strict=True)],
-        gradients=[_sum(row, "parameters") for row in layers],
+        gradients=sums("parameters"),
         optimizer_state=[states_of(optimizer) * size for size in learned],
     )
 
@@ -153,17 +171,13 @@ def states_of(optimizer: str) -> int:
     return STATES[optimizer]
 
 
-def _sum(layers: Iterable[LayerCost], name: str) -> float:
-    return math.fsum(getattr(layer, name) for layer in layers)
-
-
 def _over(times: Sequence[float], speeds: Sequence[float]) -> list[float]:
     return [time / speed for time, speed in zip(times, speeds, strict=True)]
 
 
-def _learned(layers: Sequence[Sequence[LayerCost]], tied: Sequence[Tied], cut: Cut) -> list[float]:
+def _learned(parameters: Sequence[float], tied: Sequence[Tied], cut: Cut) -> list[float]:
     """Bytes of parameters; of a tied weight a rank holds one, with its first layer."""
-    sizes = [_sum(row, "parameters") for row in layers]
+    sizes = list(parameters)
     homes = cut.homes
     for weight in tied:
         seen = set()
@@ -179,6 +193,6 @@ def _transfers(traffic: Traffic, placement: Placement, machines: Machines) -> li
     """By writing stage: until its slowest reader has what it wrote."""
     times = [0.0] * len(placement)
     for (writer, reader), size in traffic.sent.items():
-        link = machines.cluster.link(placement[writer], placement[reader])
+        link = machines.link(placement[writer], placement[reader])
         times[writer] = max(times[writer], link.latency + size / link.bandwidth)
     return times

@@ -105,7 +105,7 @@ def build_schedule(
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """
-    family = _family(name)
+    family = family_of(name)
     check_size("num_ranks", num_ranks)
     check_size("num_microbatches", num_microbatches)
     options: dict[str, Any] = {
@@ -130,7 +130,7 @@ def build_schedule(
     return replace(family.build(num_ranks, num_microbatches, **given), name=name)
 
 
-def _family(name: str) -> Family:
+def family_of(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     near = get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)

@@ -1,0 +1,133 @@
+"""What a search found: its time, why others lost, and if nothing fits what comes nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from stageline.planning.plan import Option
+from stageline.planning.stages import Machines
+from stageline.planning.ways import Task, Way, built
+from stageline.report.memory import peak_memory
+from stageline.report.timeline import Timeline
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
+from stageline.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way that fits, simulated."""
+
+    way: Way
+    schedule: Schedule
+    timeline: Timeline
+    seconds: float
+
+    @staticmethod
+    def of(machines: Machines, way: Way, schedule: Schedule) -> Found:
+        timeline = simulate(schedule, way.costs)
+        reduced = _reduced(machines, way, timeline)
+        return Found(way, schedule, timeline, max(timeline.makespan, reduced))
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Bytes, by rank."""
+        return peak_memory(self.schedule.actions, self.schedule.placement, self.way.costs)
+
+    def option(self, verdict: str = "") -> Option:
+        return option_of(self.way, self.schedule, self.seconds, self.timeline.step_bubble, verdict)
+
+
+def option_of(
+    way: Way, schedule: Schedule, seconds: float, bubble: float, verdict: str = ""
+) -> Option:
+    return Option(
+        schedule=way.name,
+        num_ranks=way.layout.num_ranks,
+        replicas=way.layout.replicas,
+        num_microbatches=way.layout.num_microbatches,
+        samples=way.layout.samples,
+        recompute=sum(way.cut.recompute),
+        seconds=seconds,
+        bubble=bubble,
+        peak_memory=max(peak_memory(schedule.actions, schedule.placement, way.costs)),
+        verdict=verdict,
+        chunks=way.chunks,
+        side_by_side=way.layout.grid.side_by_side,
+    )
+
+
+def others(found: Sequence[Found]) -> Iterator[Option]:
+    """The next best, one of each schedule, and by how much they are slower."""
+    best = found[0]
+    seen = {best.way.name}
+    for each in found[1:]:
+        if each.way.name not in seen:
+            seen.add(each.way.name)
+            slower = each.seconds / best.seconds - 1
+            yield each.option(f"{100 * slower:.1f} % slower: {_why(each, best)}")
+
+
+def _why(loser: Found, best: Found) -> str:
+    if sum(loser.way.cut.recompute) > sum(best.way.cut.recompute):
+        return "needs more recomputation to fit"
+    if loser.way.is_tight and not best.way.is_tight:
+        return "its stages are cut to fit, not to be even"
+    if loser.timeline.step_bubble > best.timeline.step_bubble:
+        return "a larger bubble"
+    if loser.seconds > loser.timeline.makespan:
+        return "waits for gradients of other replicas"
+    if loser.way.layout != best.way.layout:
+        return "slower micro-batches"
+    return "its forwards and backwards take longer"
+
+
+def why_nothing_fits(task: Task, nearest: tuple[float, Way] | None, advice: str) -> str:
+    """What comes nearest, and what would make it fit; `advice` is what else would."""
+    devices, memory = task.cluster.num_devices, task.cluster.device(0).memory_bytes
+    if nearest is None:
+        return (
+            f"no schedule can cut {len(task.profile.names)} layers for {devices} devices and "
+            f"batches of {task.batch_size}: use fewer devices, larger batches or other schedules"
+        )
+    way = nearest[1]
+    schedule = built(way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks)
+    option = option_of(way, schedule, 0.0, 0.0)
+    static = max(way.costs.static(way.family.placement))
+    return (
+        f"nothing fits in {format_bytes(memory)}; nearest comes {option.words}, whose fullest rank "
+        f"needs {format_bytes(option.peak_memory)} (parameters, gradients and optimizer state take "
+        f"{format_bytes(static)}): {advice or 'use '}devices with that much, or more of them"
+    )
+
+
+def stages_in_words(chosen: Sequence[bool]) -> str:
+    """
+    >>> stages_in_words([True, True, True, False, True])
+    'stages 0-2, 4'
+    """
+    numbers = [stage for stage, is_chosen in enumerate(chosen) if is_chosen]
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    words = [f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ends]
+    return f"stage{'s' if numbers[1:] else ''} {', '.join(words)}"
+
+
+def _reduced(machines: Machines, way: Way, timeline: Timeline) -> float:
+    """When gradients of all replicas are summed: each stage's right behind its last backward."""
+    replicas = way.layout.replicas
+    if replicas == 1:
+        return 0.0
+    gradients = way.costs.per_stage("gradients", timeline.num_stages)
+    ends = [0.0] * timeline.num_stages
+    for row in timeline.spans:
+        for action, _, end in row:
+            ends[action.stage] = max(ends[action.stage], end)
+    share = 2 * (replicas - 1) / replicas  # of the bytes, in a ring
+    times = []
+    for stage, rank in enumerate(timeline.placement):
+        link = machines.ring(rank)
+        times.append(ends[stage] + link.latency + share * gradients[stage] / link.bandwidth)
+    return max(times)

@@ -1,0 +1,263 @@
+"""Ways to train: how devices and samples are divided, in which order, and what each stage costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from stageline.costs import Costs
+from stageline.errors import PlanError
+from stageline.planning.cluster import Cluster
+from stageline.planning.partition import split
+from stageline.planning.placed import split_placed
+from stageline.planning.profile import Profile
+from stageline.planning.room import Room
+from stageline.planning.stages import Cut, Machines, stage_costs
+from stageline.report.memory import peak_memory
+from stageline.schedules.action import Kind
+from stageline.schedules.build import FAMILIES, build_schedule, family_of
+from stageline.schedules.placement import Placement, loop, wave
+from stageline.schedules.schedule import Schedule
+
+SCHEDULES = tuple(name for name in FAMILIES if name != "naive")
+CHUNKS = (2, 4)  # stages that a rank has, where that can be chosen
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned for."""
+
+    profile: Profile
+    cluster: Cluster
+    batch_size: int
+    optimizer: str
+    num_ranks: int | None  # None: as many as are best
+    recompute: bool  # allowed
+
+
+class Grid(NamedTuple):
+    """How devices are divided."""
+
+    num_ranks: int
+    replicas: int
+    side_by_side: bool  # the replicas of a rank are neighbours, not the ranks of a replica
+
+
+class Layout(NamedTuple):
+    """How devices and samples are divided."""
+
+    grid: Grid
+    samples: int  # of a micro-batch
+    num_microbatches: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.grid.num_ranks
+
+    @property
+    def replicas(self) -> int:
+        return self.grid.replicas
+
+
+class Family(NamedTuple):
+    """What is known of a schedule before it is built."""
+
+    placement: Placement
+    in_halves: bool
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train; its costs follow from the rest."""
+
+    layout: Layout
+    name: str
+    family: Family
+    cut: Cut
+    costs: Costs
+    is_tight: bool = False  # cut to fit, not to be even
+
+    @property
+    def chunks(self) -> int:
+        return len(self.family.placement) // self.layout.num_ranks
+
+    @property
+    def num_actions(self) -> int:
+        return 3 * len(self.family.placement) * self.layout.num_microbatches
+
+    def bound(self) -> float:
+        """Seconds below which no order is: a rank works, and waits for one micro-batch both ways.
+
+        It comes through the forwards of the first stages of all ranks before it, and goes back
+        through their backwards; with halves, weight gradients may fill the time in which it goes.
+        """
+        stages, ranks = len(self.family.placement), self.layout.num_ranks
+        forward, inputs, weights, again = (
+            self.costs.per_stage(name, stages)
+            for name in ("forward", "input_grad", "weight_grad", "recompute")
+        )
+        inputs = tuple(i + a for i, a in zip(inputs, again, strict=True))
+        work, chain = [0.0] * ranks, [0.0] * ranks
+        for stage, rank in enumerate(self.family.placement):
+            chain[rank] += self.layout.num_microbatches * (forward[stage] + inputs[stage])
+            work[rank] += self.layout.num_microbatches * weights[stage]
+        come = [0.0, *accumulate(forward[: ranks - 1])]
+        if self.family.in_halves:
+            go = [0.0, *accumulate(inputs[: ranks - 1])]
+            return max(max(chain[r] + go[r], chain[r] + work[r]) + come[r] for r in range(ranks))
+        back = [i + w for i, w in zip(inputs, weights, strict=True)]
+        go = [0.0, *accumulate(back[: ranks - 1])]
+        return max(chain[r] + work[r] + come[r] + go[r] for r in range(ranks))
+
+    def busiest(self) -> float:
+        """Seconds that a micro-batch takes of the rank that has most to do."""
+        names = ("forward", "input_grad", "weight_grad", "recompute")
+        loads = (self.costs.per_rank(name, self.family.placement) for name in names)
+        return max(map(sum, zip(*loads, strict=True)))
+
+
+class Ways:
+    """Those of one task. State: what was worked out before, for ways that have it in common."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.family = cache(_family)
+        self.short = cache(built)
+        self.measurement = cache(task.profile.at)
+        self.machines = cache(self._machines)
+        self.costs = cache(self._costs)
+        self.even = cache(self._even)
+
+    def all(self, schedules: Sequence[str]) -> Iterator[Way]:
+        for layout in _layouts(self.task):
+            for name, chunks in _orders(schedules, layout.num_ranks):
+                family = self.family(name, layout.num_ranks, chunks)
+                if len(self.task.profile.names) < len(family.placement):
+                    continue
+                balance = self.even(self.speeds(layout.grid), family.placement)
+                cut = Cut(balance, family.placement, (False,) * len(balance))
+                costs = self.costs(layout, cut, family.in_halves)
+                yield Way(layout, name, family, cut, costs)
+
+    def speeds(self, grid: Grid) -> tuple[float, ...]:
+        """By rank."""
+        return tuple(device.speed for device in self.machines(grid).devices)
+
+    def excesses(self, way: Way, schedule: Schedule) -> tuple[float, ...]:
+        """By rank, bytes beyond what its devices have."""
+        peaks = peak_memory(schedule.actions, schedule.placement, way.costs)
+        return self._beyond(way, peaks)
+
+    def leaner(self, way: Way, schedule: Schedule, excesses: Sequence[float]) -> list[Way]:
+        """Ways to come by with less: forwards run again where that helps, and stages cut to fit."""
+        again = tuple(
+            before or (self.task.recompute and excesses[rank] > 0)
+            for rank, before in zip(way.family.placement, way.cut.recompute, strict=True)
+        )
+        if again != way.cut.recompute:
+            return [self._with_cut(way, replace(way.cut, recompute=again))]
+        if way.is_tight:
+            return []
+        choices = (False, True) if self.task.recompute else (False,)
+        cuts = [self._tight(way, schedule, recompute=choice) for choice in choices]
+        return [replace(self._with_cut(way, cut), is_tight=True) for cut in cuts if cut]
+
+    def _with_cut(self, way: Way, cut: Cut) -> Way:
+        costs = self.costs(way.layout, cut, way.family.in_halves)
+        return replace(way, cut=cut, costs=costs)
+
+    def _beyond(self, way: Way, sizes: Sequence[float]) -> tuple[float, ...]:
+        devices = self.machines(way.layout.grid).devices
+        pairs = zip(sizes, devices, strict=True)
+        return tuple(size - device.memory_bytes for size, device in pairs)
+
+    def _machines(self, grid: Grid) -> Machines:
+        ranks, replicas, side_by_side = grid
+        return Machines.of(self.task.cluster, ranks, replicas, side_by_side=side_by_side)
+
+    def _costs(self, layout: Layout, cut: Cut, in_halves: bool) -> Costs:
+        return stage_costs(
+            self.measurement(layout.samples),
+            self.task.profile.tied,
+            cut,
+            self.machines(layout.grid),
+            in_halves=in_halves,
+            optimizer=self.task.optimizer,
+        )
+
+    def _even(self, speeds: tuple[float, ...], placement: Placement) -> tuple[int, ...]:
+        """By the times of the largest micro-batch: how they compare hardly depends on its size."""
+        measurement = self.task.profile.measurements[-1]
+        costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
+        if len(placement) == len(speeds):
+            return split(costs, len(speeds), speeds=speeds)
+        return split_placed(costs, placement, speeds=speeds).balance
+
+    def _tight(self, way: Way, schedule: Schedule, *, recompute: bool) -> Cut | None:
+        """As even as memory allows; None if it allows none."""
+        placement = way.family.placement
+        measurement = self.measurement(way.layout.samples)
+        machines = self.machines(way.layout.grid)
+        room = Room.of(measurement, schedule, machines, self.task.optimizer, recompute=recompute)
+        speeds = self.speeds(way.layout.grid)
+        costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
+        try:
+            if len(placement) == len(speeds):
+                balance = split(costs, len(speeds), speeds=speeds, fits=room.stage_fits)
+            else:
+                found = split_placed(costs, placement, speeds=speeds, fits=room.rank_fits)
+                balance = found.balance
+        except PlanError:
+            return None
+        return Cut(balance, placement, (recompute,) * len(balance))
+
+
+def _layouts(task: Task) -> Iterator[Layout]:
+    """All devices in use; micro-batches of a power of two samples, or all that a replica has."""
+    for replicas in range(1, task.cluster.num_devices + 1):
+        num_ranks, rest = divmod(task.cluster.num_devices, replicas)
+        if rest or num_ranks > len(task.profile.names) or replicas > task.batch_size:
+            continue
+        if task.num_ranks not in (None, num_ranks):
+            continue
+        share = math.ceil(task.batch_size / replicas)
+        sizes = {2**power for power in range(share.bit_length()) if 2**power <= share}
+        is_a_choice = len(task.cluster.levels) > 1 and min(replicas, num_ranks) > 1
+        for side_by_side in (False, True) if is_a_choice else (False,):
+            grid = Grid(num_ranks, replicas, side_by_side)
+            for samples in sorted(sizes | {share}):
+                yield Layout(grid, samples, math.ceil(share / samples))
+
+
+def _orders(schedules: Sequence[str], num_ranks: int) -> Iterator[tuple[str, int]]:
+    """Names, and how many stages a rank has. On one rank there is nothing to order."""
+    if num_ranks == 1:
+        yield "1f1b", 1
+        return
+    for name in schedules:
+        family = family_of(name)
+        if "chunks_per_rank" in family.options:
+            yield from ((name, chunks) for chunks in CHUNKS)
+        else:
+            yield name, family.chunks
+
+
+def _family(name: str, num_ranks: int, chunks: int) -> Family:
+    """What two ranks show of it: stages straight on, in a loop or in waves, backwards in halves."""
+    small = built(name, 2, 4, chunks)
+    placed = loop if small.placement == loop(2, chunks) else wave
+    in_halves = any(action.kind is Kind.I for row in small.actions for action in row)
+    return Family(placed(num_ranks, chunks), in_halves)
+
+
+def built(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int, costs: Costs | None = None
+) -> Schedule:
+    """Raises `ScheduleError` if there is none of these sizes."""
+    given = chunks if "chunks_per_rank" in family_of(name).options else None
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    return build_schedule(name, **sizes, chunks_per_rank=given, costs=costs)
