@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from stageline.planning.plan import Option
-from stageline.planning.stages import Machines
 from stageline.planning.ways import Task, Way, built
 from stageline.report.memory import peak_memory
 from stageline.report.timeline import Timeline
@@ -26,10 +25,9 @@ class Found:
     seconds: float
 
     @staticmethod
-    def of(machines: Machines, way: Way, schedule: Schedule) -> Found:
+    def of(way: Way, schedule: Schedule) -> Found:
         timeline = simulate(schedule, way.costs)
-        reduced = _reduced(machines, way, timeline)
-        return Found(way, schedule, timeline, max(timeline.makespan, reduced))
+        return Found(way, schedule, timeline, way.seconds(timeline))
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -113,21 +111,3 @@ def stages_in_words(chosen: Sequence[bool]) -> str:
     ends = [[number for _, number in run] for _, run in runs]
     words = [f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ends]
     return f"stage{'s' if numbers[1:] else ''} {', '.join(words)}"
-
-
-def _reduced(machines: Machines, way: Way, timeline: Timeline) -> float:
-    """When gradients of all replicas are summed: each stage's right behind its last backward."""
-    replicas = way.layout.replicas
-    if replicas == 1:
-        return 0.0
-    gradients = way.costs.per_stage("gradients", timeline.num_stages)
-    ends = [0.0] * timeline.num_stages
-    for row in timeline.spans:
-        for action, _, end in row:
-            ends[action.stage] = max(ends[action.stage], end)
-    share = 2 * (replicas - 1) / replicas  # of the bytes, in a ring
-    times = []
-    for stage, rank in enumerate(timeline.placement):
-        link = machines.ring(rank)
-        times.append(ends[stage] + link.latency + share * gradients[stage] / link.bandwidth)
-    return max(times)

@@ -153,7 +153,7 @@ class Search:
             self._tell()
             schedule = self._built(way, costs=way.costs)
             if schedule is not None and max(self.ways.excesses(way, schedule)) <= 0:
-                found = Found.of(self.ways.machines(way.layout.grid), way, schedule)
+                found = Found.of(way, schedule)
                 self.best = min(self.best, found.seconds)
                 yield found
 
@@ -170,7 +170,7 @@ class Search:
             self._found(way, short)
         else:
             lacking = way.layout.num_microbatches - short.num_microbatches
-            closer = simulate(short, way.costs).makespan + lacking * way.busiest()
+            closer = way.seconds(simulate(short, way.costs)) + lacking * way.busiest()
             self.queue.put(max(bound, SURE * closer), Known(way))
 
     def _simulate(self, way: Way) -> None:
@@ -179,7 +179,7 @@ class Search:
             self._found(way, schedule)
 
     def _found(self, way: Way, schedule: Schedule) -> None:
-        found = Found.of(self.ways.machines(way.layout.grid), way, schedule)
+        found = Found.of(way, schedule)
         self.best = min(self.best, found.seconds)
         self.queue.put(found.seconds, found)
 

@@ -189,6 +189,17 @@ def _learned(parameters: Sequence[float], tied: Sequence[Tied], cut: Cut) -> lis
     return sizes
 
 
+def reductions(costs: Costs, placement: Placement, machines: Machines) -> tuple[float, ...]:
+    """By stage, seconds in which its gradients are summed over all replicas, in a ring."""
+    gradients = costs.per_stage("gradients", len(placement))
+    times = []
+    for rank, size in zip(placement, gradients, strict=True):
+        link, replicas = machines.ring(rank), len(machines.numbers[rank])
+        share = 2 * (replicas - 1) / replicas
+        times.append(link.latency * (replicas > 1) + share * size / link.bandwidth)
+    return tuple(times)
+
+
 def _transfers(traffic: Traffic, placement: Placement, machines: Machines) -> list[float]:
     """By writing stage: until its slowest reader has what it wrote."""
     times = [0.0] * len(placement)

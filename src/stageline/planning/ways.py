@@ -16,14 +16,16 @@ from stageline.planning.partition import split
 from stageline.planning.placed import split_placed
 from stageline.planning.profile import Profile
 from stageline.planning.room import Room
-from stageline.planning.stages import Cut, Machines, stage_costs
+from stageline.planning.stages import Cut, Machines, reductions, stage_costs
 from stageline.report.memory import peak_memory
+from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.build import FAMILIES, build_schedule, family_of
 from stageline.schedules.placement import Placement, loop, wave
 from stageline.schedules.schedule import Schedule
 
 SCHEDULES = tuple(name for name in FAMILIES if name != "naive")
+TIMES = ("forward", "input_grad", "weight_grad", "recompute")
 CHUNKS = (2, 4)  # stages that a rank has, where that can be chosen
 
 
@@ -79,6 +81,7 @@ class Way:
     family: Family
     cut: Cut
     costs: Costs
+    reductions: tuple[float, ...]  # by stage, seconds that follow its last backward
     is_tight: bool = False  # cut to fit, not to be even
 
     @property
@@ -94,29 +97,36 @@ class Way:
 
         It comes through the forwards of the first stages of all ranks before it, and goes back
         through their backwards; with halves, weight gradients may fill the time in which it goes.
+        Some stage's gradients are summed when all of its rank's work is done.
         """
-        stages, ranks = len(self.family.placement), self.layout.num_ranks
+        ranks, in_halves = self.layout.num_ranks, self.family.in_halves
         forward, inputs, weights, again = (
-            self.costs.per_stage(name, stages)
-            for name in ("forward", "input_grad", "weight_grad", "recompute")
+            self.costs.per_stage(name, len(self.family.placement)) for name in TIMES
         )
-        inputs = tuple(i + a for i, a in zip(inputs, again, strict=True))
-        work, chain = [0.0] * ranks, [0.0] * ranks
+        gradients = [i + a for i, a in zip(inputs, again, strict=True)]  # that others wait for
+        later = list(weights)
+        if not in_halves:
+            gradients = [g + w for g, w in zip(gradients, weights, strict=True)]
+            later = [0.0] * len(weights)
+        urgent, rest, summed = [0.0] * ranks, [0.0] * ranks, [math.inf] * ranks
         for stage, rank in enumerate(self.family.placement):
-            chain[rank] += self.layout.num_microbatches * (forward[stage] + inputs[stage])
-            work[rank] += self.layout.num_microbatches * weights[stage]
-        come = [0.0, *accumulate(forward[: ranks - 1])]
-        if self.family.in_halves:
-            go = [0.0, *accumulate(inputs[: ranks - 1])]
-            return max(max(chain[r] + go[r], chain[r] + work[r]) + come[r] for r in range(ranks))
-        back = [i + w for i, w in zip(inputs, weights, strict=True)]
-        go = [0.0, *accumulate(back[: ranks - 1])]
-        return max(chain[r] + work[r] + come[r] + go[r] for r in range(ranks))
+            urgent[rank] += self.layout.num_microbatches * (forward[stage] + gradients[stage])
+            rest[rank] += self.layout.num_microbatches * later[stage]
+            summed[rank] = min(summed[rank], self.reductions[stage])
+        come, go = ([0.0, *accumulate(row[: ranks - 1])] for row in (forward, gradients))
+        return max(come[r] + urgent[r] + max(go[r], rest[r] + summed[r]) for r in range(ranks))
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Until all is done, and the gradients of all replicas are summed."""
+        ends = [0.0] * timeline.num_stages
+        for row in timeline.spans:
+            for action, _, end in row:
+                ends[action.stage] = max(ends[action.stage], end)
+        return max(end + more for end, more in zip(ends, self.reductions, strict=True))
 
     def busiest(self) -> float:
         """Seconds that a micro-batch takes of the rank that has most to do."""
-        names = ("forward", "input_grad", "weight_grad", "recompute")
-        loads = (self.costs.per_rank(name, self.family.placement) for name in names)
+        loads = (self.costs.per_rank(name, self.family.placement) for name in TIMES)
         return max(map(sum, zip(*loads, strict=True)))
 
 
@@ -140,8 +150,7 @@ class Ways:
                     continue
                 balance = self.even(self.speeds(layout.grid), family.placement)
                 cut = Cut(balance, family.placement, (False,) * len(balance))
-                costs = self.costs(layout, cut, family.in_halves)
-                yield Way(layout, name, family, cut, costs)
+                yield self._way(layout, name, family, cut)
 
     def speeds(self, grid: Grid) -> tuple[float, ...]:
         """By rank."""
@@ -159,16 +168,22 @@ class Ways:
             for rank, before in zip(way.family.placement, way.cut.recompute, strict=True)
         )
         if again != way.cut.recompute:
-            return [self._with_cut(way, replace(way.cut, recompute=again))]
-        if way.is_tight:
+            cut = replace(way.cut, recompute=again)
+            return [self._way(way.layout, way.name, way.family, cut, is_tight=way.is_tight)]
+        if way.is_tight or sum(excesses) > 0:  # no cut is smaller on all ranks together
             return []
         choices = (False, True) if self.task.recompute else (False,)
         cuts = [self._tight(way, schedule, recompute=choice) for choice in choices]
-        return [replace(self._with_cut(way, cut), is_tight=True) for cut in cuts if cut]
+        return [
+            self._way(way.layout, way.name, way.family, cut, is_tight=True) for cut in cuts if cut
+        ]
 
-    def _with_cut(self, way: Way, cut: Cut) -> Way:
-        costs = self.costs(way.layout, cut, way.family.in_halves)
-        return replace(way, cut=cut, costs=costs)
+    def _way(
+        self, layout: Layout, name: str, family: Family, cut: Cut, *, is_tight: bool = False
+    ) -> Way:
+        costs = self.costs(layout, cut, family.in_halves)
+        summed = reductions(costs, cut.placement, self.machines(layout.grid))
+        return Way(layout, name, family, cut, costs, summed, is_tight)
 
     def _beyond(self, way: Way, sizes: Sequence[float]) -> tuple[float, ...]:
         devices = self.machines(way.layout.grid).devices
