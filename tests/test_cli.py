@@ -141,6 +141,10 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["draw", "1f1b", "--save", "nowhere/x.svg"], "use a file in a folder that exists"),
         (["simulate", "foo", "bar"], "none of the schedules can be built\nfoo: schedule 'foo'"),
         (["simulate", "1f1b", "gpipe", "-v", "3"], "chunks_per_rank was given, but none of 1f1b"),
+        (["profile"], "a model and --links: neither is given, but one of them is measured"),
+        (["profile", "my:model", "--links"], "a model and --links: both are given"),
+        (["profile", "my:model", "--memory", "1GiB"], "--memory was given, but a profile of a"),
+        (["profile", "--links"], "--links was given with 1 rank, but a link needs 2"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(

@@ -84,6 +84,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "latest",
         "load",
         "lower",
+        "measure_links",
         "measure_rates",
         "plan",
         "profile",

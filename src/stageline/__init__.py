@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stageline.planning.cluster import Cluster as Cluster
     from stageline.planning.estimate import estimate as estimate
     from stageline.planning.explain import explain as explain
+    from stageline.planning.links import measure_links as measure_links
     from stageline.planning.measure import profile as profile
     from stageline.planning.plan import Plan as Plan
     from stageline.planning.profile import Profile as Profile
@@ -86,6 +87,7 @@ _HOMES = {
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
     "lower": "schedules.lower",
+    "measure_links": "planning.links",
     "measure_rates": "planning.rates",
     "plan": "planning.search",
     "profile": "planning.measure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Pipeline-parallel training: every schedule checked, simulated and drawn before it runs.",
 )
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what its processes find
 BAD_INPUT = 2  # the exit code of a command that was asked for something impossible
 FAMILY_LIST = "\n\n".join(f"[b]{name}[/b]  {family.summary}" for name, family in FAMILIES.items())
 
@@ -224,25 +226,45 @@ def demo(
         typer.echo(f"wrote {path}", err=True)
 
 
-UserModel = Annotated[
-    str, typer.Argument(metavar="MODULE:FUNCTION", help="Returns model, loss_fn, inputs, target.")
-]
-
-
 @app.command()
 def profile(
-    model: UserModel,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FUNCTION", help="Returns model, loss_fn, inputs, target."),
+    ] = None,
+    links: Annotated[bool, typer.Option("--links", help="Measure links, and no model.")] = False,
     ranks: Annotated[int, typer.Option(help="That many at once, to share the cores.")] = 1,
-    save: Annotated[Path, typer.Option("--save", "-o", help="Where to write it.")] = Path(
-        "profile.json"
-    ),
+    memory: Annotated[
+        str | None, typer.Option(help="With --links: of a device, like 22GiB.")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", "-o", help="Or else profile.json; with --links cluster.json."),
+    ] = None,
 ) -> None:
-    """Measure what each layer of your model costs, in time and memory.
+    """Measure what each layer of your model costs, or the links between processes.
 
     [dim]stageline profile my_model:build --ranks 2 --save profile.json[/dim]
+
+    [dim]stageline profile --links --ranks 2[/dim], on this machine, or on several, on each of them:
+
+    [dim]torchrun --nnodes 2 … -m stageline profile --links --memory 22GiB[/dim]
+
+    The file is for [b]stageline plan --cluster[/b].
     """
-    _profiled(model, ranks).save(save)
-    typer.echo(f"wrote {save}", err=True)
+    if (model is None) != links:
+        seen = "both are given" if links else "neither is given"
+        raise PlanError(f"a model and --links: {seen}, but one of them is measured: give one")
+    if model is None:
+        _profile_links(ranks, memory, save or Path("cluster.json"))
+        return
+    if memory is not None:
+        raise PlanError("--memory was given, but a profile of a model has its own: use --links")
+    path = save or Path("profile.json")
+    found = _profiled(model, ranks)
+    typer.echo(str(found))
+    found.save(path)
+    typer.echo(f"wrote {path}", err=True)
 
 
 @app.command()
@@ -288,6 +310,43 @@ def plan(
     _print_grid(found.timeline)
     found.save(save)
     typer.echo(f"wrote {save}", err=True)
+
+
+def _profile_links(ranks: int, memory: str | None, path: Path) -> None:
+    """As one of the processes that torchrun has started, or by starting them here."""
+    if set(TORCHRUN) <= os.environ.keys():
+        _take_part(memory, path)
+        return
+    if ranks < 2:
+        raise PlanError(
+            f"--links was given with {ranks} rank, but a link needs 2: use --ranks 2, or start "
+            "this with torchrun"
+        )
+    with Console(stderr=True).status("loading PyTorch"):
+        from stageline.launch import launch_module  # noqa: PLC0415
+        from stageline.planning.cluster import Device  # noqa: PLC0415
+    given = ["--memory", str(Device(memory).memory_bytes)] if memory else []
+    launch_module("stageline", ["profile", "--links", "--save", str(path), *given], ranks)
+
+
+def _take_part(memory: str | None, path: Path) -> None:
+    """All ranks measure, the first one tells."""
+    is_first = os.environ["RANK"] == "0"
+    console = Console(stderr=True, quiet=not is_first)
+    with console.status("loading PyTorch"):
+        import torch.distributed as dist  # noqa: PLC0415
+
+        from stageline.planning.links import measure_links  # noqa: PLC0415
+    with console.status("waiting for the other ranks"):
+        dist.init_process_group("gloo")
+    try:
+        cluster = measure_links(memory=memory)
+    finally:
+        dist.destroy_process_group()
+    if is_first:
+        typer.echo(str(cluster))
+        cluster.save(path)
+        typer.echo(f"wrote {path}", err=True)
 
 
 def _profiled(model: str, ranks: int) -> Profile:

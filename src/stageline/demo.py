@@ -25,7 +25,7 @@ from torch import Tensor
 from stageline.checkpoint.export import export
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.planning.explain import median_costs
+from stageline.planning.explain import median_costs, usual
 from stageline.report.summary import percent
 from stageline.report.svg import stacked
 from stageline.report.terminal import coloured
@@ -175,8 +175,8 @@ def _predicted_and_measured(
 ) -> tuple[Timeline, Timeline]:
     """The schedule simulated with median times, and the step that took the median time."""
     predicted = simulate(schedule, median_costs(timelines))
-    usual = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return replace(predicted, costs=None, name=f"{schedule.name}, predicted in ms"), usual
+    predicted = replace(predicted, costs=None, name=f"{schedule.name}, predicted in ms")
+    return predicted, usual(timelines)
 
 
 def _show(console: Console, timelines: Sequence[Timeline], num_steps: int) -> None:

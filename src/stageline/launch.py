@@ -1,4 +1,4 @@
-"""Run a script as several processes on this machine: torchrun, listening on loopback only."""
+"""A script or module as several processes on this machine: torchrun, listening on loopback only."""
 
 from __future__ import annotations
 
@@ -29,17 +29,27 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, max_restarts: int
     check_size("ranks", ranks)
     if not script.is_file():
         raise ModelError(f"{script} is not there, but has to be a Python script")
+    _launch(str(script), [str(script), *arguments], ranks, max_restarts)
+
+
+def launch_module(module: str, arguments: Sequence[str], ranks: int) -> None:
+    """The same for what `python -m` runs."""
+    check_size("ranks", ranks)
+    _launch(module, ["--module", module, *arguments], ranks)
+
+
+def _launch(name: str, command: Sequence[str], ranks: int, max_restarts: int = 0) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but with no warning
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rendezvous_handler_registry.register(NAME, Loopback)
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     options += [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HERE}:0", f"--local-addr={HERE}"]
     try:
-        run.main([*options, str(script), *arguments])
+        run.main([*options, *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise StageError(
-            f"rank {rank} of {script} ended with exit code {failure.exitcode}, and the others were "
+            f"rank {rank} of {name} ended with exit code {failure.exitcode}, and the others were "
             "stopped: what it said is above"
         ) from None
 

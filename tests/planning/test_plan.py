@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,18 @@ def test_what_explains_a_difference_is_told_part_by_part() -> None:
         explain(plan, [sl.simulate(other)])
 
 
+def test_what_the_plan_expects_is_drawn_over_the_step_of_median_time(tmp_path: Path) -> None:
+    plan = sl.plan(profile_of([0.010] * 4), cluster_of(2), batch_size=8, num_ranks=2)
+    steps = [sl.simulate(plan.schedule, sl.Costs(forward=time)) for time in (30.0, 20.0, 90.0)]
+    found = explain(plan, steps)
+    assert (found.overlay.predicted, found.overlay.measured) == (plan.timeline, steps[0])
+    found.save(tmp_path / "overlay.svg")
+    picture = (tmp_path / "overlay.svg").read_text()
+    assert f">{plan.chosen.schedule}, predicted and measured in ms<" in picture
+    assert f">{found}<" in picture
+    assert str(found.overlay).endswith(str(found))
+
+
 def test_a_plan_of_another_model_is_refused() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -269,6 +282,14 @@ def test_a_file_that_is_no_plan_is_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(sl.PlanError, match=message):
         sl.Plan.load(path)
+
+
+def test_a_plan_or_option_that_cannot_be_is_refused_in_python_too() -> None:
+    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
+    with pytest.raises(sl.PlanError, match=r"^Plan has a fault at balance.0: input should be"):
+        replace(plan, balance=(0, 2))
+    with pytest.raises(sl.PlanError, match=r"^Option has a fault at bubble: .* \(it is -0.5\)$"):
+        replace(plan.chosen, bubble=-0.5)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -280,6 +282,31 @@ def test_a_layer_that_takes_ten_times_as_long_is_found_to_take_longer() -> None:
         assert getattr(found[1], time) > getattr(found[0], time)
 
 
+class Irregular(nn.Module):
+    """In every other round it takes 40 ms longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        sleep(0.04 * (self.calls // 2 % 2))
+        return x
+
+
+def test_a_layer_whose_times_vary_is_found_to_vary() -> None:
+    found = profile([nn.Identity(), Irregular()], torch.ones(2, 1), sizes=[2], repeats=8)
+    steady, irregular = found.measurements[0].layers
+    assert irregular.spread > 0.01
+    assert irregular.spread > steady.spread
+    assert "is something else running?" in str(found)
+
+
+def test_a_single_round_says_nothing_of_how_times_vary() -> None:
+    assert of_one_size([linear()]).layers[0].spread == 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_at_once_count_the_same_bytes(ranks: int) -> None:
     case = make_case("gpt")
@@ -439,6 +466,58 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     for number, found in enumerate((example(), measured)):
         found.save(tmp_path / f"{number}.json")
         assert Profile.load(tmp_path / f"{number}.json") == found
+
+
+def test_a_profile_prints_what_layers_cost_and_how_much_that_varies() -> None:
+    first = LayerCost(0.010, 0.008, 0.002, 2**20, 2**20, 2**10, 0, spread=0.001)
+    last = LayerCost(0.020, 0.020, 0.040, 0, 0, 2**11, 0)
+    found = Profile(("0", "head"), (Measurement(4, (first, last), ()),), device="cpu")
+    assert [line.rstrip() for line in str(found).splitlines()] == [
+        "a micro-batch of 4 samples, on cpu",
+        "layer  forward, ms  backward, ms         activation  parameters",
+        "0               10            10  ± 5 %        1MiB        1KiB",
+        "head            20            60                 0B        2KiB",
+    ]
+
+
+def test_times_that_vary_much_are_remarked_on_if_they_are_a_large_part_of_all() -> None:
+    def of(short: float, long: float) -> str:
+        layers = (
+            LayerCost(0.001, 0.001, 0.001, 0, 0, 0, 0, spread=short),
+            LayerCost(0.020, 0.020, 0.020, 0, 0, 0, 0, spread=long),
+        )
+        return str(Profile(("a", "b"), (Measurement(1, layers, ()),)))
+
+    assert "times vary by" not in of(short=0.003, long=0.006)
+    assert of(short=0.0, long=0.021).endswith("times vary by ± 33 %: is something else running?")
+
+
+def test_a_profile_written_before_spreads_were_kept_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(edited()))
+    assert Profile.load(path).measurements[0].layers[0].spread == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: LayerCost(-1.0, 1, 1, 1, 1, 1, 1),
+            "LayerCost has a fault at forward: input should be greater than or equal to 0",
+        ),
+        (lambda: LayerCost(1, 1, 1, 1, 1, 1, 1, spread=-1), "LayerCost has a fault at spread"),
+        (lambda: LayerCost(1.0), "LayerCost has a fault at input_grad: field required"),  # type: ignore[call-arg]  # meant
+        (lambda: ValueCost(-2, (0,), 1), "ValueCost has a fault at writer"),
+        (lambda: Measurement(0, (), ()), "Measurement has a fault at samples"),
+        (lambda: Measurement(1, ("fast",), ()), r"Measurement has a fault at layers\.0"),  # type: ignore[arg-type]  # meant
+        (lambda: Tied((0, 1), float("nan")), "Tied has a fault at parameters"),
+        (lambda: Profile(("a",), ()), r"^measurements are of \[\] samples, but have to ascend$"),
+        (lambda: replace(example(), names=("a",)), "^1 layers have names, but 2 have costs"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_python_too(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()
 
 
 def test_between_and_beyond_measured_sizes_costs_are_on_a_line() -> None:

@@ -21,6 +21,7 @@ class Times(NamedTuple):
     input_grad: float
     weight_grad: float
     halving: float = 0.0
+    spread: float = 0.0
 
 
 def measurement(samples: int, solo: Solo, times: Sequence[Times], kept: Bytes) -> Measurement:
@@ -47,6 +48,7 @@ def _layer_cost(layer: Layer, times: Times, kept: Kept) -> LayerCost:
         buffers=_num_bytes(layer.module.buffers()),
         waiting=kept.waiting,
         halving=times.halving,
+        spread=times.spread,
     )
 
 

@@ -10,42 +10,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
-from typing import TypeVar
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from stageline.costs import Link
 from stageline.errors import PlanError
-from stageline.planning.profile import CHECKED, first_fault, read_json
-from stageline.units import parse_bytes
+from stageline.planning.checked import checked, read_json, write_json
+from stageline.planning.tables import table
+from stageline.units import format_bytes, parse_bytes
 
 Size = float | str  # bytes, or words like "22GiB"
-T = TypeVar("T")
 
 
-def _with_plan_errors(kind: type[T]) -> type[T]:
-    """Pydantic wraps every `ValueError` in one of its own: unwrap ours, and put theirs in words."""
-    checked: Callable[..., None] = kind.__init__
-
-    def __init__(self: T, *args: object, **kwargs: object) -> None:  # noqa: N807
-        try:
-            checked(self, *args, **kwargs)
-        except ValidationError as error:
-            ours = error.errors()[0].get("ctx", {}).get("error")
-            refused = f"{kind.__name__} {first_fault(error)}"
-            raise (ours if isinstance(ours, PlanError) else PlanError(refused)) from None
-
-    kind.__init__ = __init__  # type: ignore[assignment]  # the same arguments, other errors
-    return kind
-
-
-@_with_plan_errors
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Device:
     """Bytes that it holds, and how many times as fast it is as the one of the profile."""
 
@@ -62,8 +39,7 @@ class Device:
         return _in_bytes(self.memory)
 
 
-@_with_plan_errors
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Level:
     """So many of the level inside it, or devices, joined by links alike; bytes a second, seconds.
 
@@ -86,8 +62,7 @@ class Level:
             )
 
 
-@_with_plan_errors
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Cluster:
     """What a plan is made for. Without `levels` a transfer costs nothing.
 
@@ -132,11 +107,33 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON."""
-        Path(path).write_bytes(TypeAdapter(Cluster).dump_json(self, indent=1))
+        write_json(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
-        return read_json(path, TypeAdapter(Cluster))
+        return read_json(path, Cluster)
+
+    def __str__(self) -> str:
+        """In words, with a table of its levels.
+
+        >>> print(Cluster(2, "22GiB", levels=(Level("machine", 2, 2**30, latency=5e-5),)))
+        2 devices of 22GiB
+        level    joins  latency  bandwidth
+        machine      2    50 µs     1GiB/s
+        """
+        sizes = (format_bytes(self.device(n).memory_bytes) for n in range(self.num_devices))
+        words = f"{self.num_devices} devices of {', '.join(dict.fromkeys(sizes))}"
+        rows = [
+            (
+                level.name,
+                str(level.size),
+                f"{1e6 * level.latency:.4g} µs",
+                f"{format_bytes(level.bandwidth)}/s",
+            )
+            for level in self.levels
+        ]
+        columns = ("level", "joins", "latency", "bandwidth")
+        return "\n".join([words, table(columns, rows, left=("level",))] if rows else [words])
 
     def _check_devices(self) -> None:
         if (self.memory is None) == (not self.devices):

@@ -8,14 +8,16 @@ host's own work, and waits that no median shows.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.plan import Plan
+from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
 from stageline.simulation.simulate import simulate
@@ -29,6 +31,18 @@ class Explanation:
     with_forwards: float
     with_backwards: float
     measured: float
+    plan: Plan = field(repr=False)
+    step: Timeline = field(repr=False)  # of the measured ones that of the median makespan
+
+    @property
+    def overlay(self) -> Overlay:
+        """What the plan expects over what was measured; `print` shows it in letters."""
+        title = f"{self.plan.chosen.schedule}, predicted and measured in ms"
+        return Overlay(self.plan.timeline, self.step, title, str(self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draw the overlay as the suffix says: .svg or .html."""
+        self.overlay.save(path)
 
     def __str__(self) -> str:
         parts = {
@@ -63,7 +77,14 @@ def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
         simulate(plan.schedule, forwards).makespan,
         simulate(plan.schedule, backwards).makespan,
         median(timeline.makespan for timeline in timelines),
+        plan,
+        usual(timelines),
     )
+
+
+def usual(timelines: Sequence[Timeline]) -> Timeline:
+    """The one that took the median time."""
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
 
 
 def median_costs(timelines: Sequence[Timeline]) -> Costs:

@@ -6,19 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from io import StringIO
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
-from pydantic.dataclasses import dataclass
-from rich.console import Console
-from rich.table import Table
+from pydantic import Field
 
 from stageline.arguments import check_type
 from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError
-from stageline.planning.profile import CHECKED, Amount, Count, read_json
+from stageline.planning.checked import Amount, Count, checked, read_json, write_json
+from stageline.planning.tables import table
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
 from stageline.schedules.schedule import Schedule
@@ -26,7 +22,7 @@ from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Option:
     """One way to train, with what is expected of it."""
 
@@ -55,7 +51,7 @@ class Option:
         )
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Plan:
     """What `sl.plan` found; `sl.Pipeline(model, loss_fn, plan=plan)` takes it."""
 
@@ -95,11 +91,11 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON."""
-        Path(path).write_bytes(TypeAdapter(Plan).dump_json(self, indent=1))
+        write_json(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        return read_json(path, TypeAdapter(Plan))
+        return read_json(path, Plan)
 
     def check(self, layers: tuple[str, ...]) -> None:
         """Raise unless it is for a model with these layers."""
@@ -114,28 +110,21 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        with StringIO() as text:
-            console = Console(file=text, width=110, highlight=False, markup=False)
-            console.print(self._table())
-            console.print(f"layers by stage: {', '.join(map(str, self.balance))}")
-            memory = ", ".join(format_bytes(size) for size in self.peak_memory)
-            console.print(f"peak memory by rank: {memory}")
-            return text.getvalue().rstrip()
+        columns = ("plan", "step, ms", "samples/s", "bubble", "peak memory", "")
+        options = table(columns, map(self._row, (self.chosen, *self.others)), left=("plan", ""))
+        balance = ", ".join(map(str, self.balance))
+        memory = ", ".join(format_bytes(size) for size in self.peak_memory)
+        return f"{options}\nlayers by stage: {balance}\npeak memory by rank: {memory}"
 
-    def _table(self) -> Table:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for name in ("plan", "step, ms", "samples/s", "bubble", "peak memory", ""):
-            table.add_column(name, justify="left" if name in ("plan", "") else "right")
-        for option in (self.chosen, *self.others):
-            table.add_row(
-                option.words,
-                f"{1e3 * option.seconds:.4g}",
-                f"{self.batch_size / option.seconds:.4g}",
-                percent(option.bubble),
-                format_bytes(option.peak_memory),
-                option.verdict,
-            )
-        return table
+    def _row(self, option: Option) -> tuple[str, ...]:
+        return (
+            option.words,
+            f"{1e3 * option.seconds:.4g}",
+            f"{self.batch_size / option.seconds:.4g}",
+            percent(option.bubble),
+            format_bytes(option.peak_memory),
+            option.verdict,
+        )
 
 
 def planned(

@@ -8,21 +8,20 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import Field
 
 from stageline.errors import PlanError
+from stageline.planning.checked import Amount, Count, checked, read_json, write_json
+from stageline.planning.tables import table
+from stageline.units import format_bytes
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-CHECKED = ConfigDict(extra="forbid")
-T = TypeVar("T")
+COLUMNS = ("layer", "forward, ms", "backward, ms", "", "activation", "parameters")
+MUCH = 0.2  # of what layers take
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class LayerCost:
     """Of one layer, for one micro-batch; seconds and bytes.
 
@@ -39,9 +38,14 @@ class LayerCost:
     buffers: Amount
     waiting: Amount = 0.0  # gradients that are kept from I until W, beside what is retained
     halving: Amount = 0.0  # seconds by which F, I and W take longer than F and B, most of it in F
+    spread: Amount = 0.0  # seconds by which F and B together vary: half of what quartiles are apart
+
+    @property
+    def backward(self) -> float:
+        return self.input_grad + self.weight_grad
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class ValueCost:
     """A value that one layer writes and later ones read; bytes, for one micro-batch.
 
@@ -56,7 +60,7 @@ class ValueCost:
     let_go: tuple[int, ...] = ()  # of its writer and readers those that do not keep it until W
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Measurement:
     """All layers and values, for a micro-batch of so many samples."""
 
@@ -77,8 +81,14 @@ class Measurement:
             for cost in fields(LayerCost)
         }
 
+    @property
+    def spread(self) -> float:
+        """By which share times vary; short layers, which vary most, count as much as they take."""
+        taken = sum(layer.forward + layer.backward for layer in self.layers)
+        return sum(layer.spread for layer in self.layers) / taken if taken else 0.0
 
-@dataclass(frozen=True, config=CHECKED)
+
+@checked
 class Tied:
     """A parameter that several layers use: each rank that has one of them holds it once."""
 
@@ -86,7 +96,7 @@ class Tied:
     parameters: Amount  # bytes; part of each of these layers' own
 
 
-@dataclass(frozen=True, config=CHECKED)
+@checked
 class Profile:
     """What `sl.profile` found; `at(samples)` gives costs for any size of micro-batch.
 
@@ -136,28 +146,36 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON."""
-        Path(path).write_bytes(TypeAdapter(Profile).dump_json(self, indent=1))
+        write_json(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        return read_json(path, TypeAdapter(Profile))
+        return read_json(path, Profile)
+
+    def __str__(self) -> str:
+        """What layers cost in the largest micro-batch, and a hint if times vary much."""
+        largest = self.measurements[-1]
+        words = f"a micro-batch of {largest.samples} samples"
+        head = f"{words}, on {self.device}" if self.device else words
+        rows = map(_row, self.names, largest.layers)
+        lines = [head, table(COLUMNS, rows, left=COLUMNS[:1])]
+        spread = max(measurement.spread for measurement in self.measurements)
+        if spread > MUCH:
+            lines.append(f"times vary by ± {100 * spread:.0f} %: is something else running?")
+        return "\n".join(lines)
 
 
-def read_json(path: str | os.PathLike[str], kind: TypeAdapter[T]) -> T:
-    """A file from outside; raises `PlanError` with the first thing that is wrong with it."""
-    try:
-        return kind.validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise PlanError(f"{os.fspath(path)!r} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        raise PlanError(f"{os.fspath(path)!r} {first_fault(error)}") from None
-
-
-def first_fault(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "it"
-    found = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
-    return f"has a fault at {place}: {first['msg'].lower()}{found}"
+def _row(name: str, layer: LayerCost) -> tuple[str, ...]:
+    """A cell for each of `COLUMNS`."""
+    taken = layer.forward + layer.backward
+    return (
+        name,
+        f"{1e3 * layer.forward:.4g}",
+        f"{1e3 * layer.backward:.4g}",
+        f"± {100 * layer.spread / taken:.0f} %" if layer.spread and taken else "",
+        format_bytes(layer.activation),
+        format_bytes(layer.parameters),
+    )
 
 
 def _mixed(

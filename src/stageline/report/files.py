@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from stageline.errors import ReportError
@@ -14,11 +17,20 @@ WRITERS = {".svg": svg, ".html": page, ".json": trace}
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
+    writers = {suffix: partial(writer, timeline) for suffix, writer in WRITERS.items()}
+    write(path, "a timeline", writers)
+
+
+def write(
+    path: str | os.PathLike[str], what: str, writers: Mapping[str, Callable[[], str]]
+) -> None:
+    """What the writer of the path's suffix gives."""
     path = Path(path)
-    if path.suffix.lower() not in WRITERS:
+    if path.suffix.lower() not in writers:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
+        *most, last = writers
         raise ReportError(
-            f"{path.name!r} {ending}, but a timeline is saved as .svg, .html or .json: "
+            f"{path.name!r} {ending}, but {what} is saved as {', '.join(most)} or {last}: "
             "use one of them"
         )
-    path.write_text(WRITERS[path.suffix.lower()](timeline), encoding="utf-8")
+    path.write_text(writers[path.suffix.lower()](), encoding="utf-8")

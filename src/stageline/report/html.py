@@ -73,24 +73,29 @@ COLUMNS = ("rank", "stages", "busy", "idle", "span", "peak activations", "peak m
 
 
 def page(timeline: Timeline) -> str:
+    return framed(heading(timeline), svg(timeline, LEGIBLE_WHEN_ZOOMED), _table(timeline))
+
+
+def framed(title: str, picture: str, table: str = "") -> str:
+    """A page with a picture, and a table below it."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>{xml(heading(timeline))}</title>
+<title>{xml(title)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <figure>
-{svg(timeline, LEGIBLE_WHEN_ZOOMED)}<nav>
+{picture}<nav>
 <button id="in" title="zoom in">+</button>
 <button id="out" title="zoom out">−</button>
 <button id="all" title="show all">all</button>
 </nav>
 <figcaption>Ctrl and the wheel zoom, dragging moves, a double click shows all.</figcaption>
 </figure>
-{_table(timeline)}
+{table}
 <script>{SCRIPT}</script>
 </body>
 </html>

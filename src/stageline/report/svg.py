@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import zip_longest
+from typing import NamedTuple
 
 from stageline.report import palette
 from stageline.report.frame import BOTTOM, LEFT, TOP, Frame, frame_of, ticks
 from stageline.report.lanes import labels, memory_curve, outlines, px, rectangles
+from stageline.report.spans import Level, Span
 from stageline.report.summary import measures, number, sizes
 from stageline.report.timeline import Timeline
 
@@ -36,23 +39,42 @@ def stacked(timelines: Sequence[Timeline], min_font: float = LEGIBLE) -> str:
     """Timelines of one schedule in one picture, one over the other, on one scale of time."""
     longest = max(timelines, key=lambda timeline: timeline.makespan)
     frame = frame_of(longest, min_font)
-    width, height = px(frame.width), px(len(timelines) * frame.height)
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    size = (frame.width, len(timelines) * frame.height)
+    return document(longest, frame, size, _stack(timelines, frame, longest.makespan))
+
+
+def document(
+    timeline: Timeline, frame: Frame, size: tuple[float, float], elements: Iterable[str]
+) -> str:
+    """A whole picture, with the colours of all that is in the timeline."""
+    width, height = map(px, size)
+    extent = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="stageline" {size} role="img">',
-        f"<style>{STYLE}{_shades(longest)}{_sizes(frame)}</style>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="stageline" {extent} role="img">',
+        f"<style>{STYLE}{_shades(timeline)}{_sizes(frame)}</style>",
         '<rect width="100%" height="100%" fill="#FFF"/>',
     ]
+    return "\n".join([*lines, *elements, "</svg>"]) + "\n"
+
+
+def _stack(timelines: Iterable[Timeline], frame: Frame, end: float) -> Iterator[str]:
     for place, timeline in enumerate(timelines):
         shift = f"0 {px(place * frame.height)}" if place else ""
-        lines += _group("timeline", shift, _picture(timeline, frame, longest.makespan))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        yield from group("timeline", shift, _picture(timeline, frame, end))
 
 
 def _picture(timeline: Timeline, frame: Frame, end: float) -> Iterator[str]:
-    yield from _header(timeline, frame)
-    yield from _axis(end, frame)
-    yield from _lanes(timeline, frame)
+    yield from header(timeline.name or "timeline", sizes(timeline), " · ".join(measures(timeline)))
+    yield from legend(timeline)
+    if frame.memory:
+        x, y = px(LEFT + frame.lanes_width + 10), px(TOP - 8)
+        yield f'<text class="peak" x="{x}" y="{y}">peak</text>'
+    yield from axis(end, frame)
+    lanes = [
+        Lane(f"rank {rank}", TOP + rank * frame.pitch, row, timeline.makespan, memory)
+        for rank, (row, memory) in enumerate(zip_longest(timeline.spans, timeline.memory))
+    ]
+    yield from drawn(lanes, timeline, frame)
 
 
 def xml(text: str) -> str:
@@ -77,20 +99,16 @@ def _sizes(frame: Frame) -> str:
     )
 
 
-def _header(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    name, x = xml(timeline.name or "timeline"), px(LEFT)
+def header(name: str, extent: str, words: str) -> Iterator[str]:
+    x = px(LEFT)
     yield (
-        f'<text class="title" x="{x}" y="28">{name}'
-        f'<tspan class="light" dx="12">{sizes(timeline)}</tspan></text>'
+        f'<text class="title" x="{x}" y="28">{xml(name)}'
+        f'<tspan class="light" dx="12">{extent}</tspan></text>'
     )
-    yield f'<text class="small" x="{x}" y="49">{" · ".join(measures(timeline))}</text>'
-    yield from _legend(timeline)
-    if frame.memory:
-        x, y = px(LEFT + frame.lanes_width + 10), px(TOP - 8)
-        yield f'<text class="peak" x="{x}" y="{y}">peak</text>'
+    yield f'<text class="small" x="{x}" y="49">{xml(words)}</text>'
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
+def legend(timeline: Timeline) -> Iterator[str]:
     x = LEFT
     for classes, name in _legend_entries(timeline):
         for css in classes:
@@ -111,7 +129,7 @@ def _legend_entries(timeline: Timeline) -> Iterator[tuple[list[str], str]]:
         yield ["held"], "memory held"
 
 
-def _axis(end: float, frame: Frame) -> Iterator[str]:
+def axis(end: float, frame: Frame) -> Iterator[str]:
     bottom, times = frame.height - BOTTOM, ticks(end)
     lines = "".join(f"M{px(LEFT + frame.x(time))} {px(TOP)}V{px(bottom + 4)}" for time in times)
     yield f'<path class="grid" d="{lines}"/>'
@@ -122,24 +140,35 @@ def _axis(end: float, frame: Frame) -> Iterator[str]:
     yield f'<text class="axis" x="{middle}" y="{px(bottom + 33)}">time</text>'
 
 
-def _lanes(timeline: Timeline, frame: Frame) -> Iterator[str]:
+class Lane(NamedTuple):
+    """One row of actions, as far from the top; it is grey up to its end, where nothing ran."""
+
+    name: str
+    top: float
+    spans: Sequence[Span]
+    end: float
+    memory: Sequence[Level] | None = None
+
+
+def drawn(lanes: Iterable[Lane], timeline: Timeline, frame: Frame) -> Iterator[str]:
+    """Lanes of a timeline, which says what their colours are."""
     chunk_of, paint = palette.chunks(timeline.placement), palette.painter(timeline)
     draw = rectangles if sum(map(len, timeline.spans)) <= MAX_TOOLTIPS else outlines
     middle, baseline = px(frame.lane / 2), px(frame.lane / 2 + 0.35 * frame.font)
-    width = px(frame.x(timeline.makespan) or frame.lanes_width)
-    for rank, row in enumerate(timeline.spans):
-        yield f'<g class="lane" transform="translate({px(LEFT)} {px(TOP + rank * frame.pitch)})">'
-        yield f'<text class="rank" x="-10" y="{middle}" dy=".35em">rank {rank}</text>'
+    for name, top, row, end, memory in lanes:
+        yield f'<g class="lane" transform="translate({px(LEFT)} {px(top)})">'
+        yield f'<text class="rank" x="-10" y="{middle}" dy=".35em">{name}</text>'
+        width = px(frame.x(end) or frame.lanes_width)
         yield f'<rect class="idle" width="{width}" height="{px(frame.lane)}"/>'
-        yield from _group("actions", "", draw(row, chunk_of, frame))
-        yield from _group("labels", f"0 {baseline}", labels(row, frame, paint))
-        if frame.memory and timeline.memory[rank]:
-            curve = memory_curve(timeline.memory[rank], timeline.makespan, frame)
-            yield from _group("memory", f"0 {px(frame.memory_top)}", curve)
+        yield from group("actions", "", draw(row, chunk_of, frame))
+        yield from group("labels", f"0 {baseline}", labels(row, frame, paint))
+        if frame.memory and memory:
+            curve = memory_curve(memory, end, frame)
+            yield from group("memory", f"0 {px(frame.memory_top)}", curve)
         yield "</g>"
 
 
-def _group(css: str, shift: str, elements: Iterator[str]) -> Iterator[str]:
+def group(css: str, shift: str, elements: Iterable[str]) -> Iterator[str]:
     transform = f' transform="translate({shift})"' if shift else ""
     yield f'<g class="{css}"{transform}>'
     yield from elements

@@ -57,7 +57,7 @@ def plain(timeline: Timeline, width: int | None = None, end: float | None = None
         row_name(timeline, rank) + layout.gap.join(map(layout.label, actions))
         for rank, actions in enumerate(shown_actions(timeline, layout))
     )
-    legend = _fold([*_kinds(timeline), ". idle", *cell_notes(timeline, layout.quantum)], width)
+    legend = _fold([*kind_names(timeline), ". idle", *cell_notes(timeline, layout.quantum)], width)
     return "\n".join([*(row.rstrip() for row in rows), *legend, *measure_lines(timeline, width)])
 
 
@@ -86,19 +86,19 @@ def compact_layout(
     """As many cells as there is room for; whole columns, if there is room for all of them."""
     room = max(width - len(row_name(timeline, 0)), 1) * cells_per_column
     if end:
-        return Layout(end / room, _letter)
+        return Layout(end / room, letter)
     quantum = exact_quantum(timeline) or 0.0
     cells_per_quantum = (
         min(room // num_cells(timeline, quantum), cells_per_column) if quantum else 0
     )
     if cells_per_quantum:
-        return Layout(quantum / cells_per_quantum, _letter)
-    return Layout((timeline.makespan or 1.0) / room, _letter)
+        return Layout(quantum / cells_per_quantum, letter)
+    return Layout((timeline.makespan or 1.0) / room, letter)
 
 
 def shown_actions(timeline: Timeline, layout: Layout) -> Iterator[list[Action | None]]:
     """For each rank, what its cells show, up to its last action."""
-    choose = dithered if layout.name is _letter else main_actions
+    choose = dithered if layout.name is letter else main_actions
     count = num_cells(timeline, layout.quantum)
     for row in timeline.spans:
         actions = list(choose(cells(row, layout.quantum, count)))
@@ -135,11 +135,11 @@ def microbatch_name(action: Action) -> str:
     return "" if action.microbatch == WHOLE_BATCH else str(action.microbatch)
 
 
-def _kinds(timeline: Timeline) -> list[str]:
+def kind_names(timeline: Timeline) -> list[str]:
     return [f"{palette.letter(kind)} {palette.NAMES[kind]}" for kind in palette.kinds(timeline)]
 
 
-def _letter(action: Action) -> str:
+def letter(action: Action) -> str:
     return palette.letter(action.kind)
 
 

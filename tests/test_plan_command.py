@@ -1,0 +1,44 @@
+"""`stageline profile` and `stageline plan`: from a model and a measured cluster to a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import stageline as sl
+from stageline.cli import app
+from stageline.planning.cluster import Level
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    return model, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "planned_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("planned_model", None)
+
+
+def test_a_profile_and_a_cluster_in_files_make_a_plan() -> None:
+    profiled = CliRunner().invoke(app, ["profile", "planned_model:build"])
+    assert profiled.exit_code == 0
+    assert str(sl.Profile.load("profile.json")) in profiled.output
+    wire = Level("machine", 2, bandwidth=1e9, latency=1e-4)
+    sl.Cluster(2, "1GiB", levels=(wire,)).save("cluster.json")
+    call = ["plan", "profile.json", "--cluster", "cluster.json", "--batch", "8"]
+    planned = CliRunner().invoke(app, call)
+    assert planned.exit_code == 0
+    assert str(sl.Plan.load("plan.json")) in planned.output
