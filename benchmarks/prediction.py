@@ -17,41 +17,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import nn
 
 import stageline as sl
 from stageline.report.timeline import Timeline
 from stageline.verification import Case
-from stageline.zoo.gpt import gpt, loss
+from stageline.zoo.for_planning import CASES
 
-RANKS, BATCH = 2, 32
+RANKS = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-
-
-def transformer() -> Case:
-    torch.manual_seed(0)
-    model = gpt(vocabulary=97, width=256, heads=4, blocks=6, context=64, dropout=0.0)
-    tokens = torch.randint(0, 97, (BATCH, 64))
-    return Case(model, loss, tokens, tokens)
-
-
-def embedding_heavy() -> Case:
-    """Badly unbalanced: nearly all of its time is in the head."""
-    torch.manual_seed(0)
-    model = gpt(vocabulary=4000, width=192, heads=4, blocks=6, context=64, dropout=0.0)
-    tokens = torch.randint(0, 4000, (BATCH, 64))
-    return Case(model, loss, tokens, tokens)
-
-
-def perceptron() -> Case:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
-    model = nn.Sequential(*blocks, nn.Linear(1024, 10))
-    x, y = torch.randn(16 * BATCH, 1024), torch.randint(0, 10, (16 * BATCH,))
-    return Case(model, nn.functional.cross_entropy, x, y)
-
-
-CASES = {"gpt": transformer, "gpt, large head": embedding_heavy, "perceptron": perceptron}
 
 
 def measured(case: Case, plan: sl.Plan, steps: int) -> list[Timeline]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from stageline.planning.plan import Option
+from stageline.planning.plan import Option, Plan, costs_as_numbers
 from stageline.planning.ways import Task, Way, built
 from stageline.report.memory import peak_memory
 from stageline.report.timeline import Timeline
@@ -33,6 +33,19 @@ class Found:
     def peaks(self) -> tuple[float, ...]:
         """Bytes, by rank."""
         return peak_memory(self.schedule.actions, self.schedule.placement, self.way.costs)
+
+    def plan(self, task: Task, others: Iterable[Option] = ()) -> Plan:
+        return Plan(
+            layers=task.profile.names,
+            balance=self.way.cut.balance,
+            recompute=self.way.cut.recompute,
+            actions=tuple(" ".join(map(str, row)) for row in self.schedule.actions),
+            costs=costs_as_numbers(self.way.costs, self.schedule.num_stages),
+            peak_memory=self.peaks,
+            batch_size=task.batch_size,
+            chosen=self.option(),
+            others=tuple(others),
+        )
 
     def option(self, verdict: str = "") -> Option:
         return option_of(self.way, self.schedule, self.seconds, self.timeline.step_bubble, verdict)

@@ -22,7 +22,7 @@ from stageline.arguments import check_size
 from stageline.errors import PlanError, ScheduleError
 from stageline.planning.cluster import Cluster
 from stageline.planning.outcome import Found, others, stages_in_words, why_nothing_fits
-from stageline.planning.plan import Plan, costs_as_numbers
+from stageline.planning.plan import Plan
 from stageline.planning.profile import Profile
 from stageline.planning.stages import states_of
 from stageline.planning.ways import SCHEDULES, Task, Way, Ways, built
@@ -66,18 +66,7 @@ def plan(
     found = search.run()
     if not found:
         raise PlanError(why_nothing_fits(task, search.nearest, _advice(task, schedules)))
-    best = found[0]
-    return Plan(
-        layers=profile.names,
-        balance=best.way.cut.balance,
-        recompute=best.way.cut.recompute,
-        actions=tuple(" ".join(map(str, row)) for row in best.schedule.actions),
-        costs=costs_as_numbers(best.way.costs, best.schedule.num_stages),
-        peak_memory=best.peaks,
-        batch_size=batch_size,
-        chosen=best.option(),
-        others=tuple(others(found)),
-    )
+    return found[0].plan(task, others(found))
 
 
 class Queue(Generic[T]):

@@ -1,0 +1,122 @@
+"""What the planner chooses, and the fastest of all ways to train: two ranks on two cores.
+
+    python benchmarks/choice.py             all models, about half an hour
+    python benchmarks/choice.py --rounds 3
+
+For each model every schedule with every size of micro-batch is run, in rounds, so that what slows
+the machine down for a while slows all of them down. The fastest five then run once more in turns
+with the one that was chosen: the fastest of many noisy times is too fast by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import stageline as sl
+from stageline.errors import ScheduleError
+from stageline.planning.outcome import Found
+from stageline.planning.search import FOUND_BY_SEARCH
+from stageline.planning.ways import SCHEDULES, Task, Ways, built
+from stageline.verification import Case
+from stageline.zoo.for_planning import CASES
+
+RANKS, STEPS, BEST = 2, 3, 5
+
+
+def profiled(case: Case) -> sl.Profile:
+    size = len(case.inputs)
+    return sl.profile(
+        case.model,
+        case.inputs,
+        loss_fn=case.loss_fn,
+        target=case.target,
+        sizes=[size // share for share in (16, 8, 4, 2)],
+        ranks=RANKS,
+    )
+
+
+def all_plans(task: Task) -> list[sl.Plan]:
+    """Every schedule, number of chunks and size of micro-batch, with stages as even as can be."""
+    plans = []
+    for way in Ways(task).all(SCHEDULES):
+        layout = way.layout
+        costs = way.costs if way.name in FOUND_BY_SEARCH else None
+        try:
+            schedule = built(way.name, RANKS, layout.num_microbatches, way.chunks, costs=costs)
+        except ScheduleError:
+            continue
+        plans.append(Found.of(way, schedule).plan(task))
+    return plans
+
+
+def step_times(case: Case, plan: sl.Plan, steps: int) -> list[float]:
+    """Seconds; the first step of a pipeline does not count."""
+    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
+    taken = []
+    for _ in range(steps + 1):
+        start = perf_counter()
+        pipe.step(case.inputs, case.target)
+        taken.append(perf_counter() - start)
+    pipe.close()
+    case.model.zero_grad()
+    return taken[1:]
+
+
+def medians(case: Case, plans: Sequence[sl.Plan], rounds: int, words: str) -> list[float]:
+    """In turns, each round from another one on."""
+    taken: list[list[float]] = [[] for _ in plans]
+    for turn in track(range(rounds), words):
+        order = [(turn * len(plans) // rounds + n) % len(plans) for n in range(len(plans))]
+        for number in order:
+            taken[number] += step_times(case, plans[number], STEPS)
+    return [median(times) for times in taken]
+
+
+def compared(name: str, rounds: int) -> tuple[str, float]:
+    """A table of the best, and by how much the chosen one is slower."""
+    case = CASES[name]()
+    task = Task(
+        profiled(case),
+        sl.Cluster(num_devices=RANKS, memory="8GiB"),
+        len(case.inputs),
+        "sgd",
+        RANKS,
+        recompute=False,
+    )
+    chosen = sl.plan(task.profile, task.cluster, batch_size=task.batch_size, num_ranks=RANKS)
+    plans = all_plans(task)
+    times = medians(case, plans, rounds, f"{name}: {len(plans)} ways")
+    first = sorted(range(len(plans)), key=lambda number: times[number])[:BEST]
+    finals = [*(plans[number] for number in first), chosen]
+    again = medians(case, finals, 3 * rounds, f"{name}: the best {BEST} and the chosen one")
+    table = Table(box=None, header_style="bold")
+    for column in (name, "predicted, ms", "measured, ms"):
+        table.add_column(column, justify="left" if column == name else "right")
+    for plan, seconds in zip(finals, again, strict=True):
+        words = f"{'chosen: ' if plan is chosen else ''}{plan.chosen.words}"
+        table.add_row(words, f"{1e3 * plan.chosen.seconds:.1f}", f"{1e3 * seconds:.1f}")
+    Console(width=140).print(table)
+    return name, 100 * (again[-1] / min(again) - 1)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Of all ways; three times as many of the best.")] = 4,
+    model: Annotated[str, typer.Option(help="Only this one.")] = "",
+) -> None:
+    """Print the best ways to train each model, and how far the chosen one is from them."""
+    torch.set_num_threads(1)
+    for name, slower in [compared(name, rounds) for name in CASES if model in ("", name)]:
+        print(f"{name}: chosen within {slower:.1f} % of the best")
+
+
+if __name__ == "__main__":
+    typer.run(main)
