@@ -126,6 +126,7 @@ class Pipeline:
                 plan, [layer.name for layer in layers], given
             )
             schedule, recompute = plan.schedule, plan.recompute_modes
+            offload = offload or plan.chosen.offload
         check_size("num_ranks", num_ranks)
         check_size("num_microbatches", num_microbatches)
         assert num_ranks is not None  # they are sizes

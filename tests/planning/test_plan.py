@@ -106,6 +106,29 @@ def test_forwards_are_run_again_only_where_memory_is_short() -> None:
     assert roomy.chosen.seconds < plan.chosen.seconds
 
 
+def test_activations_wait_on_the_host_if_they_get_there_in_time() -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
+    for bandwidth, is_offloaded in ((2 * MIB, True), (MIB / 4, False)):
+        cluster = cluster_of(4, "5.1MiB", host_bandwidth=bandwidth)
+        plan = sl.plan(profile, cluster, num_ranks=4, **options)
+        assert plan.chosen.offload is is_offloaded
+        assert any(plan.recompute) is not is_offloaded
+        assert max(plan.peak_memory) <= 5.1 * MIB
+
+
+def test_a_pipeline_moves_activations_if_its_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    cluster = cluster_of(4, "5.1MiB", host_bandwidth=2 * MIB)
+    options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"], "num_ranks": 4}
+    plan = sl.plan(profile, cluster, batch_size=8, **options)
+    asked: list[torch.device] = []
+    monkeypatch.setattr("stageline.pipeline.host_memory", asked.append)
+    layers = [sl.Layer(f"layer{n}", nn.Linear(2, 2)) for n in range(4)]
+    sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, devices=["cpu"] * 4)
+    assert len(asked) == 4
+
+
 def test_a_slow_device_gets_fewer_layers() -> None:
     devices = (Device("1TiB"), Device("1TiB", speed=0.5))
     cluster = Cluster(num_devices=2, devices=devices)

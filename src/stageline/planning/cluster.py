@@ -15,7 +15,7 @@ from operator import mul
 
 from stageline.costs import Link
 from stageline.errors import PlanError
-from stageline.planning.checked import checked, read_json, write_json
+from stageline.planning.checked import Amount, checked, read_json, write_json
 from stageline.planning.tables import table
 from stageline.units import format_bytes, parse_bytes
 
@@ -66,7 +66,8 @@ class Level:
 class Cluster:
     """What a plan is made for. Without `levels` a transfer costs nothing.
 
-    Devices that are alike are given by `memory`, others one by one in `devices`.
+    Devices that are alike are given by `memory`, others one by one in `devices`. With a
+    `host_bandwidth`, in bytes a second, plans may move activations to the host and back.
 
     >>> machine, site = Level("machine", 8, 300e9), Level("site", 4, 25e9, latency=5e-6)
     >>> cluster = Cluster(num_devices=32, memory="22GiB", levels=(machine, site))
@@ -80,6 +81,7 @@ class Cluster:
     memory: Size | None = None
     devices: tuple[Device, ...] = ()
     levels: tuple[Level, ...] = ()
+    host_bandwidth: Amount = 0.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:

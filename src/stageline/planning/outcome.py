@@ -67,6 +67,7 @@ def option_of(
         verdict=verdict,
         chunks=way.chunks,
         side_by_side=way.layout.grid.side_by_side,
+        offload=way.cut.offload,
     )
 
 
@@ -84,7 +85,7 @@ def others(found: Sequence[Found]) -> Iterator[Option]:
 def _why(loser: Found, best: Found) -> str:
     if sum(loser.way.cut.recompute) > sum(best.way.cut.recompute):
         return "needs more recomputation to fit"
-    if loser.way.is_tight and not best.way.is_tight:
+    if loser.way.cut.is_tight and not best.way.cut.is_tight:
         return "its stages are cut to fit, not to be even"
     if loser.timeline.step_bubble > best.timeline.step_bubble:
         return "a larger bubble"

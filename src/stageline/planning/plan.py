@@ -37,6 +37,7 @@ class Option:
     peak_memory: Amount  # bytes, of the fullest rank
     verdict: str = ""  # why it is not the plan
     chunks: Count = 1  # stages of a rank
+    offload: bool = False  # activations wait on the host
     side_by_side: bool = False  # the replicas of a rank are neighbours, not the ranks of a replica
 
     @property
@@ -45,6 +46,7 @@ class Option:
         replicas += " side by side" if self.side_by_side else ""
         chunks = f" of {self.chunks} stages" if self.chunks > 1 else ""
         again = f", {self.recompute} stages recomputed" if self.recompute else ""
+        again += ", activations on the host" if self.offload else ""
         return (
             f"{self.schedule} on {self.num_ranks} ranks{chunks}{replicas}, "
             f"{self.num_microbatches} micro-batches of {self.samples}{again}"

@@ -4,6 +4,7 @@ kept from F to I    what its layers wrote and save, what it reads from other sta
                     keeps only because it is sent
 kept from I to W    the part of that which its own weight gradients need, and gradients that wait
 recomputed          only what it reads from other stages; the rest comes back for a moment
+offloaded           nothing; two micro-batches for a moment, as one comes or leaves beside the other
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class Cut:
     balance: tuple[int, ...]
     placement: Placement
     recompute: tuple[bool, ...]  # by stage
+    offload: bool = False  # to the host, what is not recomputed
+    is_tight: bool = False  # made to fit, not to be even
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.offload and not any(self.recompute)
 
     @property
     def stages(self) -> list[range]:
@@ -125,43 +132,65 @@ def stage_costs(
 
     traffic = Traffic.of(measurement.values, cut.homes)
     speeds = [machines.devices[rank].speed for rank in cut.placement]
-    forward = _over(sums("forward"), speeds)
-    halving = _over(sums("halving"), speeds)
-    kept = [
-        own + read + unsaved
-        for own, read, unsaved in zip(
-            sums("activation"), traffic.read, traffic.unsaved, strict=True
-        )
-    ]
-    held = [
-        read if again else all_of_it
-        for read, all_of_it, again in zip(traffic.read, kept, cut.recompute, strict=True)
-    ]
-    needed = [
-        min(max(0.0, own + more), all_of_it)
-        for own, more, all_of_it in zip(sums("retained"), traffic.retained, kept, strict=True)
-    ]
-    retained = [min(pair) for pair in zip(needed, held, strict=True)]
-    brought_back = [a - b for a, b in zip(needed, retained, strict=True)]  # and kept until W
+    forward, halving, inputs, weights = (
+        _over(sums(name), speeds) for name in ("forward", "halving", "input_grad", "weight_grad")
+    )
+    held = Held.of(sums("activation"), sums("retained"), sums("waiting"), traffic, cut)
     learned = _learned(sums("parameters"), tied, cut)
-    buffers = sums("buffers")
+    forwards = [f + h * in_halves for f, h in zip(forward, halving, strict=True)]
+    if cut.offload:  # a copy that takes longer than what goes on beside it holds that up
+        copies = [size / machines.cluster.host_bandwidth for size in held.whole]
+        forwards = [max(pair) for pair in zip(forwards, copies, strict=True)]
+        rows = zip(inputs, weights, copies, strict=True)
+        inputs = [max(own, copy - other) for own, other, copy in rows]
     return Costs(
-        forward=[f + h * in_halves for f, h in zip(forward, halving, strict=True)],
-        input_grad=_over(sums("input_grad"), speeds),
-        weight_grad=_over(sums("weight_grad"), speeds),
+        forward=forwards,
+        input_grad=inputs,
+        weight_grad=weights,
         transfer=_transfers(traffic, cut.placement, machines),
-        activation=held,
-        retained=retained,
-        waiting=[
-            (own + more) * in_halves
-            for own, more in zip(sums("waiting"), brought_back, strict=True)
-        ],
+        activation=held.until_gradient,
+        retained=held.until_weights,
+        waiting=[size * in_halves for size in held.between],
         recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
-        working_set=[a - h for a, h in zip(kept, held, strict=True)],
-        parameters=[a + b for a, b in zip(learned, buffers, strict=True)],
+        working_set=held.for_a_moment,
+        parameters=[a + b for a, b in zip(learned, sums("buffers"), strict=True)],
         gradients=sums("parameters"),
         optimizer_state=[states_of(optimizer) * size for size in learned],
     )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a micro-batch that stages hold: by stage."""
+
+    whole: list[float]  # all that its backward needs
+    until_gradient: list[float]  # from F to I
+    until_weights: list[float]  # the part of that which stays until W
+    between: list[float]  # from I to W only
+    for_a_moment: list[float]  # while I or B runs
+
+    @staticmethod
+    def of(
+        activation: list[float],
+        retained: list[float],
+        waiting: list[float],
+        traffic: Traffic,
+        cut: Cut,
+    ) -> Held:
+        whole, first, last, between, moment = [], [], [], [], []
+        for stage, again in enumerate(cut.recompute):
+            read = traffic.read[stage]
+            kept = activation[stage] + read + traffic.unsaved[stage]
+            needed = min(max(0.0, retained[stage] + traffic.retained[stage]), kept)
+            stays = read if again else 0.0 if cut.offload else kept
+            # beside what is in use, one more comes or leaves
+            brought = 2 * kept if cut.offload and not again else kept - stays
+            whole.append(0.0 if again else kept)
+            first.append(stays)
+            last.append(min(needed, stays))
+            between.append(waiting[stage] + needed - last[-1])  # what was brought back stays
+            moment.append(brought)
+        return Held(whole, first, last, between, moment)
 
 
 def states_of(optimizer: str) -> int:

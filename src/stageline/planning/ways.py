@@ -82,7 +82,6 @@ class Way:
     cut: Cut
     costs: Costs
     reductions: tuple[float, ...]  # by stage, seconds that follow its last backward
-    is_tight: bool = False  # cut to fit, not to be even
 
     @property
     def chunks(self) -> int:
@@ -162,28 +161,28 @@ class Ways:
         return self._beyond(way, peaks)
 
     def leaner(self, way: Way, schedule: Schedule, excesses: Sequence[float]) -> list[Way]:
-        """Ways to come by with less: forwards run again where that helps, and stages cut to fit."""
+        """Ways to come by with less: forwards run again where that helps, activations moved to the
+        host, and stages cut to fit.
+        """
+        cuts = []
+        if self.task.cluster.host_bandwidth and way.cut.is_plain:
+            cuts.append(replace(way.cut, offload=True))
         again = tuple(
             before or (self.task.recompute and excesses[rank] > 0)
             for rank, before in zip(way.family.placement, way.cut.recompute, strict=True)
         )
         if again != way.cut.recompute:
-            cut = replace(way.cut, recompute=again)
-            return [self._way(way.layout, way.name, way.family, cut, is_tight=way.is_tight)]
-        if way.is_tight or sum(excesses) > 0:  # no cut is smaller on all ranks together
-            return []
-        choices = (False, True) if self.task.recompute else (False,)
-        cuts = [self._tight(way, schedule, recompute=choice) for choice in choices]
-        return [
-            self._way(way.layout, way.name, way.family, cut, is_tight=True) for cut in cuts if cut
-        ]
+            cuts.append(replace(way.cut, recompute=again))
+        elif not way.cut.is_tight and sum(excesses) <= 0:  # no cut needs less on all ranks together
+            choices = (False, True) if self.task.recompute else (False,)
+            tight = (self._tight(way, schedule, recompute=choice) for choice in choices)
+            cuts += [cut for cut in tight if cut is not None]
+        return [self._way(way.layout, way.name, way.family, cut) for cut in cuts]
 
-    def _way(
-        self, layout: Layout, name: str, family: Family, cut: Cut, *, is_tight: bool = False
-    ) -> Way:
+    def _way(self, layout: Layout, name: str, family: Family, cut: Cut) -> Way:
         costs = self.costs(layout, cut, family.in_halves)
         summed = reductions(costs, cut.placement, self.machines(layout.grid))
-        return Way(layout, name, family, cut, costs, summed, is_tight)
+        return Way(layout, name, family, cut, costs, summed)
 
     def _beyond(self, way: Way, sizes: Sequence[float]) -> tuple[float, ...]:
         devices = self.machines(way.layout.grid).devices
@@ -228,7 +227,7 @@ class Ways:
                 balance = found.balance
         except PlanError:
             return None
-        return Cut(balance, placement, (recompute,) * len(balance))
+        return Cut(balance, placement, (recompute,) * len(balance), is_tight=True)
 
 
 def _layouts(task: Task) -> Iterator[Layout]:
