@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from stageline.arguments import check_function, check_size
 from stageline.errors import ModelError, ParityError
@@ -21,6 +22,8 @@ from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.planning.plan import Plan, planned
+from stageline.planning.profile import Profile
+from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
 from stageline.report.timeline import Timeline
 from stageline.runtime import engine, measured, microbatches, trees
 from stageline.runtime.ambient import Ambient
@@ -31,6 +34,16 @@ from stageline.runtime.drivers import Driver, Serial, Threads
 from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
 from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
+from stageline.runtime.move import (
+    Luggage,
+    Options,
+    check_optimizer,
+    check_room,
+    exchange,
+    moves_of,
+    options_of,
+    to_devices,
+)
 from stageline.runtime.offload import host_memory
 from stageline.runtime.options import (
     ACCUMULATE,
@@ -140,32 +153,19 @@ class Pipeline:
         check_function("count_fn", count_fn or loss_fn)
         self.layers, self.loss_fn, self.count_fn = layers, loss_fn, count_fn
         self.model = model if isinstance(model, nn.Module) else self.layers.modules
-        self.batch_norm, self.accumulate = batch_norm, accumulate
+        self.batch_norm, self.accumulate, self.offload = batch_norm, accumulate, offload
         self.seed, self.num_steps = seed, 0
         self.schedule = schedule_of(schedule, num_ranks, num_microbatches)
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
-        edges, sent = edges_of(self.layers, self.cut)
-        self.homes = [rank for rank, part in self._placed() for _ in part]  # of the layers
+        self.homes = ranks_of(self.cut, self.schedule.placement)  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
-        self.tied = self._settle(init)
-        places = [self.devices[rank] for rank in self.schedule.placement]  # by stage
-        stages = [
-            Stage(
-                self.layers,
-                numbers,
-                sent[stage],
-                self.tied,
-                batch_norm,
-                accumulate,
-                device,
-                host_memory(device) if offload and device is not None else None,
-            )
-            for stage, (numbers, device) in enumerate(zip(self.cut, places, strict=True))
-        ]
-        modes = recompute_modes(recompute, len(stages))
-        self.executor = Executor(lower(self.schedule, edges), self.layers, stages, modes)
+        places = self._places()
+        materialise(self.layers, places, places.__getitem__, seed, init)
+        self.tied = self._settle()
+        self.peers.share_weights(self.tied, self.homes)
+        self.executor = self._staged(recompute_modes(recompute, self.schedule.num_stages))
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.desk: Closes | None = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
@@ -208,8 +208,8 @@ class Pipeline:
         inputs, target, named = detached((inputs, target, named))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
-                "the model was built on the meta device, but verify needs the whole of it here: "
-                "build it on the CPU, with fewer or smaller layers"
+                "a part of the model is on the meta device, but verify needs the whole of it here: "
+                "build it on the CPU, with fewer or smaller layers, and verify before a replan"
             )
         self.peers.share_state(self.layers.modules, self.homes)
         with self.peers.apart():
@@ -240,6 +240,11 @@ class Pipeline:
         here = LayerSequence(tuple(layer for layer, home in pairs if self.peers.has(home)))
         return here.state_dict()
 
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """The number of layers in each stage."""
+        return tuple(len(part) for part in self.cut)
+
     def train(self, mode: bool = True) -> Self:
         """Switch all layers to training, or to evaluation."""
         self.model.train(mode)
@@ -264,7 +269,8 @@ class Pipeline:
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
         """The measured timeline of the last step in the block, in ms; empty until it ends."""
-        timeline = Timeline(((),) * self.schedule.num_ranks, self.schedule.placement)
+        nothing = ((),) * self.schedule.num_ranks
+        timeline = Timeline(nothing, self.schedule.placement, balance=self.balance)
         self._last = None
         yield timeline
         self._measure(timeline, self._last)
@@ -273,6 +279,36 @@ class Pipeline:
         if trace is not None:
             trace = trace._replace(moments=self.peers.moments(trace.moments))
             measured.fill(timeline, trace, self.schedule)
+
+    def replan(
+        self,
+        optimizer: Optimizer | None,
+        timelines: Sequence[Timeline],
+        profile: Profile | None = None,
+    ) -> Replan:
+        """Cut the layers into stages anew, if traced steps say that this is worth it.
+
+        Layers that change ranks take their gradients and what the optimizer keeps for them along,
+        so training goes on with the same bits. With a `profile`, a rank that takes longer than its
+        layers should is taken for a slow device; without one devices count as equal, and so do the
+        layers of a stage. Memory is not looked at. All ranks call it, between two steps, with the
+        optimizer that they step, or None on a rank without parameters.
+
+        >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+        >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> with pipe.trace() as timeline:
+        ...     result = pipe.step(torch.ones(8, 4), torch.zeros(8, 4))
+        >>> pipe.replan(optimizer, [timeline]).old_balance
+        (4, 4)
+        """
+        told = self.peers.everywhere(lambda: self._observed(optimizer, timelines, profile))
+        times = slowest([each for each, _ in told])
+        # the first one's, in case that another machine rounds otherwise
+        found = self.peers.everywhere(lambda: replanned(self.schedule, self.balance, times))[0]
+        if found.moves:
+            self._move(found.new_balance, optimizer, [options for _, options in told])
+        return found
 
     def close(self) -> None:
         """End the threads, and the process groups; with several processes, of all of them.
@@ -313,7 +349,7 @@ class Pipeline:
             "num_microbatches": str(self.schedule.num_microbatches),
             "schedule": f"{self.schedule.name!r} ({_digest(self.schedule.actions)})",
             "model": f"{len(self.layers)} layers ({_digest(shapes)})",
-            "balance": str([len(part) for part in self.cut]),
+            "balance": str(list(self.balance)),
             "recompute": str(list(self.executor.recompute)),
             "seed": f"{self.seed}, step {self.num_steps}",
             "batch": str(batch),
@@ -324,6 +360,11 @@ class Pipeline:
     def _placed(self) -> list[tuple[int, range]]:
         """For each stage its rank and layers."""
         return list(zip(self.schedule.placement, self.cut, strict=True))
+
+    def _places(self) -> dict[int, torch.device | None]:
+        """Of the layers of this process."""
+        homes = enumerate(self.homes)
+        return {number: self.devices[home] for number, home in homes if self.peers.has(home)}
 
     def _counted(self) -> list[nn.Parameter]:
         """The parameters of this process, but for those that an earlier layer has elsewhere."""
@@ -354,17 +395,54 @@ class Pipeline:
         found = dict.fromkeys(p for layer in layers for p in layer.module.parameters())
         self.peers.reduce(p for p in found if p.requires_grad and p not in tied)
 
-    def _settle(self, init: Init | None) -> TiedWeights:
-        """Layers get weights, if they have none, and move to the devices of their ranks."""
-        places = {number: self.devices[home] for number, home in enumerate(self.homes)}
-        here = [number for number, home in enumerate(self.homes) if self.peers.has(home)]
-        materialise(self.layers, here, places.__getitem__, self.seed, init)
-        for number in here:
-            if places[number] is not None:
-                self.layers.layers[number].module.to(places[number])
-        tied = TiedWeights.of(self.layers, {number: places[number] for number in here})
-        self.peers.share_weights(tied, self.homes)
-        return tied
+    def _settle(self, optimizer: Optimizer | None = None) -> TiedWeights:
+        """Layers move to the devices of their ranks."""
+        to_devices(self.layers, self._places(), optimizer)
+        return TiedWeights.of(self.layers, self._places())
+
+    def _staged(self, recompute: Sequence[str]) -> Executor:
+        edges, sent = edges_of(self.layers, self.cut)
+        stages = []
+        for (rank, numbers), values in zip(self._placed(), sent, strict=True):
+            device = self.devices[rank]
+            memory = host_memory(device) if self.offload and device is not None else None
+            shared = self.tied, self.batch_norm, self.accumulate
+            stages.append(Stage(self.layers, numbers, values, *shared, device, memory))
+        return Executor(lower(self.schedule, edges), self.layers, stages, recompute)
+
+    def _observed(
+        self,
+        optimizer: Optimizer | None,
+        timelines: Sequence[Timeline],
+        profile: Profile | None,
+    ) -> tuple[Observed, Options | None]:
+        """What this process knows before a replan: times, and what its optimizer's groups are."""
+        names = tuple(layer.name for layer in self.layers)
+        times = observed(self.schedule, self.balance, names, timelines, profile)
+        check_optimizer(optimizer, self.layers, self.parameters())
+        return times, options_of(optimizer)
+
+    def _move(
+        self,
+        balance: Sequence[int],
+        optimizer: Optimizer | None,
+        everywhere: Sequence[Options | None],
+    ) -> None:
+        """Nothing changes unless all processes can do their part."""
+        parts = cut(self.layers, self.schedule.num_stages, balance)
+        homes = ranks_of(parts, self.schedule.placement)
+        moves = moves_of(self.layers, self.homes, homes, self.peers)
+        self.peers.everywhere(lambda: check_room(moves, optimizer, everywhere, self.peers))
+        self.cut, self.homes = parts, homes
+        if moves:
+            luggage = Luggage(optimizer)
+            exchange(moves, luggage, self.peers)
+            luggage.put_back(self.parameters())
+        self.tied = self._settle(optimizer)
+        trusts = all(stage.silent.trusts for stage in self.executor.stages)
+        self.executor = self._staged(self.executor.recompute)
+        for stage in self.executor.stages:
+            stage.silent.trusts &= trusts
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
         pieces = self._pieces(inputs, named, target)
@@ -416,10 +494,16 @@ class Pipeline:
     def _connected(self, step: Step, outputs: list[Any], joined: Any) -> Any:
         """The joined outputs as part of the caller's graph."""
         lengths = [[len(tensor) for tensor in trees.tensors(output)] for output in outputs]
+        stages = self.executor.stages
 
         def drain(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             if step.purpose is Purpose.DRAIN:
                 raise ModelError("backward ran twice through one output, but its graph is gone")
+            if self.executor.stages is not stages:
+                raise ModelError(
+                    "layers moved between a forward and its backward, and the graph is gone: call "
+                    "replan after backward()"
+                )
             step.purpose = Purpose.DRAIN
             columns = [
                 [None] * len(lengths) if gradient is None else torch.split(gradient, list(column))
@@ -450,6 +534,11 @@ class Pipeline:
             return [size / samples for size in pieces]
         total = self.peers.total(sum(float(self.count_fn(part)) for part in targets))
         return [1.0 / total if total else 0.0] * len(pieces)
+
+
+def ranks_of(parts: Sequence[range], placement: Sequence[int]) -> list[int]:
+    """Of the layers, in their order."""
+    return [rank for rank, part in zip(placement, parts, strict=True) for _ in part]
 
 
 def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
+from stageline.runtime.optimizer_groups import options
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.cpu"
 FORMAT = 1
-NOT_OPTIONS = ("params", "param_names")  # of a parameter group
 
 
 class Place(NamedTuple):
@@ -168,17 +168,11 @@ def json_value(name: str, value: Any) -> Any:
 def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[Options]:
     for group in optimizer.param_groups:
         values = {
-            key: json_value(f"the optimizer's option {key!r}", _number(value))
-            for key, value in group.items()
-            if key not in NOT_OPTIONS
+            key: json_value(f"the optimizer's option {key!r}", value)
+            for key, value in options(group).items()
         }
         own = tuple(names[p] for p in group["params"] if p in names)
         yield Options(type(optimizer).__name__, values, own)
-
-
-def _number(value: Any) -> Any:
-    """A rate may be a tensor, so that compiled optimizers can follow it."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _state_name(key: object, value: object) -> str:

@@ -26,6 +26,7 @@ from stageline.checkpoint.fitting import Checkpoint, check, saved_options
 from stageline.checkpoint.storage import Form, forms, read
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
+from stageline.runtime.optimizer_groups import is_on_host
 
 
 class Loaded(NamedTuple):
@@ -96,29 +97,24 @@ def _made(
         if key.startswith(OPTIMIZER):
             name, _, state = key.removeprefix(OPTIMIZER).rpartition(".")
             states.setdefault(name, []).append(state)
-    on_device = {
-        parameter: bool(group.get("capturable") or group.get("fused"))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     made: State = {}
     for name, parameter in own.items():
         now = optimizer.state.get(parameter, {})
         made[parameter] = dict(checkpoint.record.values.get(name, {}))
         for state in states.get(name, []):
             form = checkpoint.forms[f"{OPTIMIZER}{name}.{state}"]
-            is_host = state == "step" and not on_device[parameter]
-            made[parameter][state] = _room(form, now.get(state), parameter, is_host)
+            on_host = is_on_host(state, groups[parameter])
+            made[parameter][state] = _room(form, now.get(state), parameter, on_host)
     return made
 
 
-def _room(form: Form, now: object, parameter: nn.Parameter, is_host: bool) -> Tensor:
+def _room(form: Form, now: object, parameter: nn.Parameter, on_host: bool) -> Tensor:
     if isinstance(now, Tensor) and Form.of(now) == form:
         return now
-    if tuple(parameter.shape) == form.shape and not is_host:
+    if tuple(parameter.shape) == form.shape and not on_host:
         return torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
-    # counted on the CPU, as torch's optimizers do, unless they run in one kernel or graph
-    device = torch.device("cpu") if is_host else parameter.device
+    device = torch.device("cpu") if on_host else parameter.device
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 

@@ -29,6 +29,7 @@ class Timeline:
     sent: tuple[Transfer, ...] | None = None  # None: messages did not wait for each other
     name: str = field(default="", compare=False)
     idle: tuple[Idle, ...] = ()  # by rank, if it was measured
+    balance: tuple[int, ...] | None = None  # layers of each stage, if it was measured
 
     @property
     def num_ranks(self) -> int:

@@ -6,7 +6,7 @@ layer's name alone, so they are the same however the model is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ def materialise(
     fresh = []
     for number in here:
         layer = layers.layers[number]
-        tensors = [t for t in _tensors(layer.module) if t.is_meta and t not in made]
+        tensors = [t for t in tensors_of(layer.module) if t.is_meta and t not in made]
         for tensor in tensors:
             empty = torch.empty_like(tensor, device=devices(number) or "cpu")
-            made[tensor] = _as(tensor, empty)
+            made[tensor] = parameter_or_buffer(tensor, empty)
         if tensors:
             fresh.append(layer)
     for layer in layers:  # also elsewhere: a weight that two layers share stays one weight
-        _replace(layer.module, made)
+        replace(layer.module, made)
     for layer in fresh:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(layer_seed(seed, 0, 0, layer.name))
@@ -59,12 +59,14 @@ def reset(layer: Layer) -> None:
             again()
 
 
-def _as(tensor: Tensor, empty: Tensor) -> Tensor:
+def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
+    """Another tensor as what the first one is."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
 
-def _replace(module: nn.Module, made: dict[Tensor, Tensor]) -> None:
+def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
+    """Tensors of a module by others, wherever it has them."""
     for part in module.modules():
         for places in (part._parameters, part._buffers):  # noqa: SLF001  as nn.Module.to does
             for name, tensor in places.items():
@@ -72,7 +74,7 @@ def _replace(module: nn.Module, made: dict[Tensor, Tensor]) -> None:
                     places[name] = made[tensor]  # type: ignore[assignment]
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
+def tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stageline.errors import ModelError
+from stageline.errors import ModelError, PlanError
 from stageline.runtime import trees, wire
 from stageline.runtime.batch_norm import Seen
 from stageline.runtime.clock import SHIFT
@@ -102,6 +102,12 @@ class Peers(Protocol):
     def verdict(self, own: str | None) -> str | None:
         """The first rank's that has something to say."""
 
+    def everywhere(self, act: Callable[[], T]) -> list[T]:
+        """What each process makes of it, those of replicas too; if one raises, all do."""
+
+    def passed(self, tree: Any, source: int, target: int) -> Any:
+        """What one rank has, on another; both call it, and the second gives None."""
+
     def close(self) -> None:
         """Nothing more will be told."""
 
@@ -162,6 +168,12 @@ class Alone:
 
     def verdict(self, own: str | None) -> str | None:
         return own
+
+    def everywhere(self, act: Callable[[], T]) -> list[T]:
+        return [act()]
+
+    def passed(self, tree: Any, source: int, target: int) -> Any:  # noqa: ARG002  both are here
+        return tree
 
     def close(self) -> None:
         pass
@@ -314,9 +326,7 @@ class Group:
         shape: Shape = shapes[0]
         leaves = pytree.tree_leaves(made) if self.rank == self.last else shape.leaves
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = iter(self._broadcast(tensors, shape.forms, self.last))
-        again = [next(found) if isinstance(leaf, Form) else leaf for leaf in shape.leaves]
-        return pytree.tree_unflatten(again, shape.tree)
+        return shape.around(self._broadcast(tensors, shape.forms, self.last))
 
     @together("a trace")
     def moments(self, own: Moments) -> Moments:
@@ -365,6 +375,38 @@ class Group:
     @together("a verdict")
     def verdict(self, own: str | None) -> str | None:
         return next((text for text in self._gathered(own) if text is not None), None)
+
+    def everywhere(self, act: Callable[[], T]) -> list[T]:
+        try:
+            own = act()
+        except Exception as error:
+            self._from_all((None, str(error) or type(error).__name__))
+            raise
+        found = self._from_all((own, ""))
+        for number, (_, text) in enumerate(found):
+            if text:
+                raise PlanError(f"rank {number}: {text}")
+        return [cast("T", each) for each, _ in found]
+
+    @together("a plan")
+    def _from_all(self, own: tuple[T | None, str]) -> list[tuple[T | None, str]]:
+        found = [own] * dist.get_world_size(self.place.everyone)
+        dist.all_gather_object(found, own, self.place.everyone)
+        return found
+
+    @together("layers that move")
+    def passed(self, tree: Any, source: int, target: int) -> Any:
+        shapes = [Shape.of(tree)]
+        if self.rank == source:
+            dist.send_object_list(shapes, self._global(target), self.group)
+            buffer = wire.Packing.of(shapes[0].forms).pack(trees.tensors(tree))
+            dist.send(buffer, self._global(target), self.group)
+            return None
+        dist.recv_object_list(shapes, self._global(source), self.group)
+        packing = wire.Packing.of(shapes[0].forms)
+        buffer = packing.empty()
+        dist.recv(buffer, self._global(source), self.group)
+        return shapes[0].around(packing.unpack(buffer)[0])
 
     def close(self) -> None:
         """The groups take file descriptors, ten for a pipeline of two ranks."""

@@ -370,10 +370,12 @@ class Processes:
         return f"\n  {', '.join(parts)}" if parts else ""
 
     def ways(self, executor: Executor, step: Step) -> dict[Action, Way]:
-        """By send, of this rank or to it. Batches of the same shapes go the same ways."""
+        """By send, of this rank or to it. Batches of the same shapes go the same ways, for as long
+        as layers stay where they are.
+        """
         training = tuple(layer.module.training for layer in executor.layers)
         forms = tuple(_forms(inputs) for inputs in step.inputs)
-        batch = forms, training, step.ambient
+        batch = executor, forms, training, step.ambient
         if batch not in self.known:
             self.known = {batch: self._ways(executor, step, training, forms)}  # of one batch only
         return self.known[batch]

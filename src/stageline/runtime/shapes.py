@@ -7,7 +7,7 @@ depends on data ends it: from there on the sender has to say what comes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -58,6 +58,12 @@ class Shape(NamedTuple):
     @property
     def forms(self) -> tuple[Form, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+
+    def around(self, tensors: Iterable[Tensor | None]) -> Any:
+        """The value again, with a tensor for each form."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.tree)
 
 
 def _shape(leaves: tuple[Any, ...], tree: str) -> Shape:

@@ -20,7 +20,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stageline.errors import BatchError, ModelError
 from stageline.model.layers import Value
@@ -120,12 +119,7 @@ def values_again(
 ) -> dict[Value, Any]:
     """The trees of values around the tensors that came."""
     rest = iter(found)
-    return {
-        value: pytree.tree_unflatten(
-            [next(rest) if isinstance(leaf, Form) else leaf for leaf in shape.leaves], shape.tree
-        )
-        for value, shape in zip(values, shapes, strict=True)
-    }
+    return {value: shape.around(rest) for value, shape in zip(values, shapes, strict=True)}
 
 
 def _beyond(end: int, size: int) -> int:
