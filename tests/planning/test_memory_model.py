@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -206,8 +207,10 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     num_ranks = pipe.schedule.num_ranks
     balance = tuple(len(numbers) for numbers in pipe.cut)
     cut = Cut(balance, pipe.schedule.placement, (recompute,) * len(balance))
+    there = profile.at(SAMPLES)
+    lasting = tuple(replace(layer, momentary=0.0) for layer in there.layers)  # what `watched` sees
     return stage_costs(
-        profile.at(SAMPLES),
+        replace(there, layers=lasting),
         profile.tied,
         cut,
         Machines.of(Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1),

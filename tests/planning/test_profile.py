@@ -582,3 +582,25 @@ def test_beyond_what_was_measured_more_samples_do_not_cost_less() -> None:
     noisy = Profile(("a",), (measured(2, 1.1), measured(4, 1.0)))
     assert noisy.at(100).layers[0].forward == 1.0
     assert noisy.at(100).layers[0].activation == 1000
+
+
+def test_what_a_layer_needs_for_a_moment_is_measured_and_estimated_alike() -> None:
+    """A gradient of the weight that is added to the one there, and those of output and input."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 16))
+    measured = profile(model, torch.ones(4, 8), repeats=1, progress=False).at(4)
+    estimated = estimate(model, torch.ones(4, 8), flops=1e9, bandwidth=1e9).at(4)
+    first, second = (layer.momentary for layer in measured.layers)
+    assert [layer.momentary for layer in estimated.layers] == [first, second]
+    weight, bias, output, inputs = 4 * 32 * 16, 4 * 16, 4 * 4 * 16, 4 * 4 * 32
+    assert weight + output <= second <= weight + bias + output + inputs
+    assert first < 4 * 32 * 8 + 4 * 32 + 4 * 4 * 32 + 4 * 4 * 8
+
+
+def test_what_later_layers_have_freed_is_there_for_a_moment_in_earlier_ones() -> None:
+    layers = (
+        LayerCost(1, 1, 1, 10, 0, 0, 0, momentary=9),
+        LayerCost(1, 1, 1, 7, 0, 0, 0, momentary=4),
+    )
+    measurement = Measurement(1, layers, ())
+    assert measurement.momentary(range(2)) == 4
+    assert measurement.momentary(range(1)) == 9

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stageline.model.layers import INPUT, Value
+from stageline.planning.momentary import momentary_bytes
 from stageline.planning.solo import Solo
 from stageline.runtime import trees
 from stageline.runtime.split_backward import Caught
@@ -33,6 +34,7 @@ class Kept(NamedTuple):
     activation: int  # from F until I
     retained: int  # the part of it that is kept until W
     waiting: int  # gradients, from I until W
+    momentary: int  # while it runs
 
 
 class Bytes(NamedTuple):
@@ -71,7 +73,9 @@ def kept_bytes(solo: Solo) -> Bytes:
         for storage in _storages(_tensors(written.values())):
             owners.setdefault(storage, number)
         now, later, waiting = seen
-        inside.append(Kept(_sum(now, owners, None), _sum(later, owners, None), waiting))
+        momentary = momentary_bytes(solo, number)
+        own = _sum(now, owners, None), _sum(later, owners, None)
+        inside.append(Kept(*own, waiting, momentary))
         for whole, part in zip(passed, (now, later), strict=True):
             whole.update({storage: size for storage, size in part.items() if storage in owners})
         until_weight_grad.append(later.keys() & owners.keys())
@@ -80,6 +84,7 @@ def kept_bytes(solo: Solo) -> Bytes:
             own.activation + _sum(passed[0], owners, number),
             own.retained + _sum(passed[1], owners, number),
             own.waiting,
+            own.momentary,
         )
         for number, own in enumerate(inside)
     ]

@@ -49,6 +49,7 @@ def _layer_cost(layer: Layer, times: Times, kept: Kept) -> LayerCost:
         waiting=kept.waiting,
         halving=times.halving,
         spread=times.spread,
+        momentary=kept.momentary,
     )
 
 

@@ -39,6 +39,7 @@ class LayerCost:
     waiting: Amount = 0.0  # gradients that are kept from I until W, beside what is retained
     halving: Amount = 0.0  # seconds by which F, I and W take longer than F and B, most of it in F
     spread: Amount = 0.0  # seconds by which F and B together vary: half of what quartiles are apart
+    momentary: Amount = 0.0  # bytes beside all that, while its forward or backward runs
 
     @property
     def backward(self) -> float:
@@ -72,6 +73,14 @@ class Measurement:
         """The sum of one of the layers' costs."""
         sums = self._sums[name]
         return sums[layers.stop] - sums[layers.start]
+
+    def momentary(self, layers: range) -> float:
+        """Of a stage, beside all that it keeps: a layer runs when what later ones kept is gone."""
+        most = freed = 0.0
+        for number in reversed(layers):
+            most = max(most, self.layers[number].momentary - freed)
+            freed += self.layers[number].activation
+        return most
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:

@@ -20,8 +20,9 @@ Sums = list[float]
 class Room:
     """Sums over the first layers, and how many micro-batches each stage holds.
 
-    It errs on the safe side: a stage is counted with all that passes by its first layer, and its
-    ranks' stages as if they held most at the same time.
+    It errs on the safe side: a stage is counted with all that passes by its first layer, a rank's
+    stages as if they held most at the same time, and any layer as if it needed as much for a moment
+    as the one that needs most.
     """
 
     always: Sums  # bytes of weights and what belongs to them
@@ -42,6 +43,7 @@ class Room:
         recompute: bool,
     ) -> Room:
         copies = 2 + states_of(optimizer)
+        momentary = max(layer.momentary for layer in measurement.layers)
         ranks = range(schedule.num_ranks)
         return Room(
             _sums(measurement.layers, lambda la: copies * la.parameters + la.buffers),
@@ -49,7 +51,7 @@ class Room:
             _passing(measurement),
             tuple(_held(schedule, stage) for stage in range(schedule.num_stages)),
             tuple(schedule.stages_of(rank) for rank in ranks),
-            tuple(device.memory_bytes for device in machines.devices),
+            tuple(device.memory_bytes - momentary for device in machines.devices),
             recompute,
         )
 

@@ -152,7 +152,10 @@ def stage_costs(
         retained=held.until_weights,
         waiting=[size * in_halves for size in held.between],
         recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
-        working_set=held.for_a_moment,
+        working_set=[
+            brought + measurement.momentary(stage)
+            for brought, stage in zip(held.for_a_moment, cut.stages, strict=True)
+        ],
         parameters=[a + b for a, b in zip(learned, sums("buffers"), strict=True)],
         gradients=sums("parameters"),
         optimizer_state=[states_of(optimizer) * size for size in learned],
