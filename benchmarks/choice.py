@@ -1,6 +1,6 @@
 """What the planner chooses, and the fastest of all ways to train: two ranks on two cores.
 
-    python benchmarks/choice.py             all models, about half an hour
+    python benchmarks/choice.py             all models, about a quarter of an hour
     python benchmarks/choice.py --rounds 3
 
 For each model every schedule with every size of micro-batch is run, in rounds, so that what slows
@@ -29,7 +29,7 @@ from stageline.planning.ways import SCHEDULES, Task, Ways, built
 from stageline.verification import Case
 from stageline.zoo.for_planning import CASES
 
-RANKS, STEPS, BEST = 2, 3, 5
+RANKS, STEPS, BEST, FINALS = 2, 3, 5, 6
 
 
 def profiled(case: Case) -> sl.Profile:
@@ -97,7 +97,7 @@ def compared(name: str, rounds: int) -> tuple[str, float]:
     times = medians(case, plans, rounds, f"{name}: {len(plans)} ways")
     first = sorted(range(len(plans)), key=lambda number: times[number])[:BEST]
     finals = [*(plans[number] for number in first), chosen]
-    again = medians(case, finals, 3 * rounds, f"{name}: the best {BEST} and the chosen one")
+    again = medians(case, finals, FINALS, f"{name}: the best {BEST} and the chosen one")
     table = Table(box=None, header_style="bold")
     for column in (name, "predicted, ms", "measured, ms"):
         table.add_column(column, justify="left" if column == name else "right")
@@ -109,7 +109,7 @@ def compared(name: str, rounds: int) -> tuple[str, float]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Of all ways; three times as many of the best.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Of all ways, before the best are compared.")] = 1,
     model: Annotated[str, typer.Option(help="Only this one.")] = "",
 ) -> None:
     """Print the best ways to train each model, and how far the chosen one is from them."""

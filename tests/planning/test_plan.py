@@ -14,9 +14,9 @@ import stageline as sl
 from stageline.planning.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
 from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.search import SURE
+from stageline.planning.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
 from stageline.planning.stages import Cut, Machines, stage_costs
-from stageline.planning.ways import SCHEDULES
+from stageline.planning.ways import SCHEDULES, Task, Ways, built
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")
@@ -287,6 +287,25 @@ def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None
             assert many.makespan >= SURE * (few.makespan + more * busiest)
             for after, before in zip(many.peak_memory, few.peak_memory, strict=True):
                 assert after >= before * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in FOUND_BY_SEARCH])
+def test_few_ranks_tell_what_many_take_and_hold_at_least(name: str) -> None:
+    """The search leaves out ways by that, if they are too large to be tried."""
+    rng = random.Random(name)
+    few, many, count = FEW_RANKS, 3 * FEW_RANKS, 6 * FEW_RANKS
+    layers = [
+        LayerCost(t, 1.3 * t, 0.8 * t, MIB, MIB, MIB, 0)
+        for t in (rng.uniform(0.9, 1.1) for _ in range(4 * many))
+    ]
+    profile = Profile(tuple(map(str, range(4 * many))), (Measurement(1, tuple(layers), ()),))
+    task = Task(profile, cluster_of(many, "1MiB"), count, "sgd", many, recompute=False)
+    ways = Ways(task)
+    way = next(each for each in ways.all([name]) if each.layout.num_microbatches == count)
+    small, large = (built(name, ranks, 2 * ranks, way.chunks) for ranks in (few, many))
+    exact, scaled = ways.excesses(way, large), ways.excesses_by(way, small)
+    assert 0 < (1 - NEAR) * max(scaled) <= max(exact)
+    assert (1 - NEAR) * scaled_up(way, small) <= sl.simulate(large, way.costs).makespan
 
 
 @pytest.mark.parametrize(

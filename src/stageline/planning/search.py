@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from stageline.arguments import check_size
-from stageline.errors import PlanError, ScheduleError
+from stageline.costs import Costs
+from stageline.errors import PlanError
 from stageline.planning.cluster import Cluster
 from stageline.planning.outcome import Found, others, stages_in_words, why_nothing_fits
 from stageline.planning.plan import Plan
 from stageline.planning.profile import Profile
 from stageline.planning.stages import states_of
-from stageline.planning.ways import SCHEDULES, Task, Way, Ways, built
+from stageline.planning.ways import SCHEDULES, TIMES, Task, Way, Ways, tried
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
@@ -33,8 +34,10 @@ STAND_IN = {"zb_1p": "zb_h1", "zb_2p": "zb_h2", "zbv": "zbv"}  # which hold as m
 FOUND_BY_SEARCH = ("zb_1p", "zb_2p")  # for want of a rule
 MANY_ACTIONS = 2_000  # of a schedule that is searched for; beyond that it takes seconds
 NUM_SEARCHES = 8
-SHORT = 60_000  # actions that are simulated for a closer bound, at most
+SHORT = 30_000  # actions that are simulated for a closer bound, at most
+FEW_RANKS = 16  # that show what more do, if there are too many for a short run
 SURE = 0.98  # of what a short run says: where stages are uneven it may say 1 % too much
+NEAR = 0.05  # by which what fewer ranks say may be wrong, with stages that differ by 10 %
 NUM_OTHERS = 8  # schedules that a plan tells of beside its own
 PATIENCE = 300_000  # actions that are simulated for their sake
 Progress = Callable[[int, str], None]
@@ -140,7 +143,7 @@ class Search:
                 continue
             left -= 1
             self._tell()
-            schedule = self._built(way, costs=way.costs)
+            schedule = _whole(way, way.costs)
             if schedule is not None and max(self.ways.excesses(way, schedule)) <= 0:
                 found = Found.of(way, schedule)
                 self.best = min(self.best, found.seconds)
@@ -148,9 +151,8 @@ class Search:
 
     def _look_at(self, way: Way, bound: float) -> None:
         self._tell()
-        num_actions = way.num_actions * _few(way) / way.layout.num_microbatches
-        if num_actions > SHORT:
-            self.queue.put(bound, Known(way))
+        if way.num_actions * _few(way) / way.layout.num_microbatches > SHORT:
+            self._look_at_fewer_ranks(way, bound)
             return
         short = self._short(way, way.name)
         if short is None or not self._fits(way, short, self.queue):
@@ -162,8 +164,24 @@ class Search:
             closer = way.seconds(simulate(short, way.costs)) + lacking * way.busiest()
             self.queue.put(max(bound, SURE * closer), Known(way))
 
+    def _look_at_fewer_ranks(self, way: Way, bound: float) -> None:
+        """What ranks hold, and what they wait for, grows with their number."""
+        ranks, count = way.layout.num_ranks, way.layout.num_microbatches
+        few = max(1, min(2 * FEW_RANKS, count * FEW_RANKS // ranks))
+        schedule = self.ways.short(way.name, FEW_RANKS, few, way.chunks)
+        if schedule is None:
+            self.queue.put(bound, Known(way))
+            return
+        spare = NEAR * self.ways.task.cluster.device(0).memory_bytes
+        excesses = [excess - spare for excess in self.ways.excesses_by(way, schedule)]
+        lighter = self.ways.lighter(way, excesses) if max(excesses) > 0 else []
+        for each in lighter:
+            self.queue.put(each.bound(), each)
+        if not lighter:
+            self.queue.put(max(bound, (1 - NEAR) * scaled_up(way, schedule)), Known(way))
+
     def _simulate(self, way: Way) -> None:
-        schedule = self._built(way)
+        schedule = _whole(way)
         if schedule is not None and self._fits(way, schedule, self.queue):
             self._found(way, schedule)
 
@@ -185,24 +203,26 @@ class Search:
         return False
 
     def _short(self, way: Way, name: str) -> Schedule | None:
-        """None if there is none: some need more micro-batches, or a multiple of the ranks."""
-        try:
-            return self.ways.short(name, way.layout.num_ranks, _few(way), way.chunks)
-        except ScheduleError:
-            return None
-
-    def _built(self, way: Way, **options: Any) -> Schedule | None:
-        try:
-            return built(
-                way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks, **options
-            )
-        except ScheduleError:
-            return None
+        return self.ways.short(name, way.layout.num_ranks, _few(way), way.chunks)
 
     def _tell(self) -> None:
         told = "none fits yet" if self.best == math.inf else f"best so far {1e3 * self.best:.4g} ms"
         self.looked_at += 1
         self.progress(self.looked_at, told)
+
+
+def scaled_up(way: Way, fewer: Schedule) -> float:
+    """Seconds, by a schedule of fewer ranks that have as much to do: more of them wait longer."""
+    costs = way.mean_costs()
+    load = sum(costs.per_rank(name, fewer.placement)[0] for name in TIMES)
+    waits = simulate(fewer, costs).makespan - fewer.num_microbatches * load
+    more = (way.layout.num_ranks - 1) / (fewer.num_ranks - 1)
+    return way.layout.num_microbatches * way.busiest() + more * waits + min(way.reductions)
+
+
+def _whole(way: Way, costs: Costs | None = None) -> Schedule | None:
+    """With all ranks and micro-batches; with costs if it is searched for."""
+    return tried(way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks, costs)
 
 
 def _few(way: Way) -> int:

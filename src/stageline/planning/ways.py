@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from stageline.costs import Costs
-from stageline.errors import PlanError
+from stageline.costs import PER_STAGE, Costs
+from stageline.errors import PlanError, ScheduleError
 from stageline.planning.cluster import Cluster
 from stageline.planning.partition import split
 from stageline.planning.placed import split_placed
@@ -123,6 +123,15 @@ class Way:
                 ends[action.stage] = max(ends[action.stage], end)
         return max(end + more for end, more in zip(ends, self.reductions, strict=True))
 
+    def mean_costs(self, micro_batches: float = 1.0) -> Costs:
+        """The same for all stages; as if each held so many micro-batches where it holds one."""
+        count = len(self.family.placement)
+        means: dict[str, Any] = {
+            name: sum(self.costs.per_stage(name, count)) / count for name in PER_STAGE
+        }
+        held = {name: micro_batches * means[name] for name in ("activation", "retained", "waiting")}
+        return Costs(**means | held)
+
     def busiest(self) -> float:
         """Seconds that a micro-batch takes of the rank that has most to do."""
         loads = (self.costs.per_rank(name, self.family.placement) for name in TIMES)
@@ -135,7 +144,7 @@ class Ways:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.family = cache(_family)
-        self.short = cache(built)
+        self.short = cache(tried)
         self.measurement = cache(task.profile.at)
         self.machines = cache(self._machines)
         self.costs = cache(self._costs)
@@ -160,10 +169,20 @@ class Ways:
         peaks = peak_memory(schedule.actions, schedule.placement, way.costs)
         return self._beyond(way, peaks)
 
+    def excesses_by(self, way: Way, fewer: Schedule) -> tuple[float, ...]:
+        """The same, by a schedule of fewer ranks: what these hold grows with their number."""
+        scale = way.layout.num_ranks / fewer.num_ranks
+        costs = way.mean_costs(scale)
+        peaks = peak_memory(fewer.actions, fewer.placement, costs)
+        ranks = range(way.layout.num_ranks)
+        return self._beyond(way, [peaks[int(rank / scale)] for rank in ranks])
+
     def leaner(self, way: Way, schedule: Schedule, excesses: Sequence[float]) -> list[Way]:
-        """Ways to come by with less: forwards run again where that helps, activations moved to the
-        host, and stages cut to fit.
-        """
+        """Ways to come by with less, if that is too much."""
+        return self.lighter(way, excesses) or self._tighter(way, schedule, excesses)
+
+    def lighter(self, way: Way, excesses: Sequence[float]) -> list[Way]:
+        """The same stages: forwards run again where that helps, or activations on the host."""
         cuts = []
         if self.task.cluster.host_bandwidth and way.cut.is_plain:
             cuts.append(replace(way.cut, offload=True))
@@ -173,11 +192,15 @@ class Ways:
         )
         if again != way.cut.recompute:
             cuts.append(replace(way.cut, recompute=again))
-        elif not way.cut.is_tight and sum(excesses) <= 0:  # no cut needs less on all ranks together
-            choices = (False, True) if self.task.recompute else (False,)
-            tight = (self._tight(way, schedule, recompute=choice) for choice in choices)
-            cuts += [cut for cut in tight if cut is not None]
         return [self._way(way.layout, way.name, way.family, cut) for cut in cuts]
+
+    def _tighter(self, way: Way, schedule: Schedule, excesses: Sequence[float]) -> list[Way]:
+        """Other stages, that fit."""
+        if way.cut.is_tight or sum(excesses) > 0:  # no cut needs less on all ranks together
+            return []
+        choices = (False, True) if self.task.recompute else (False,)
+        cuts = [self._tight(way, schedule, recompute=choice) for choice in choices]
+        return [self._way(way.layout, way.name, way.family, cut) for cut in cuts if cut]
 
     def _way(self, layout: Layout, name: str, family: Family, cut: Cut) -> Way:
         costs = self.costs(layout, cut, family.in_halves)
@@ -275,3 +298,13 @@ def built(
     given = chunks if "chunks_per_rank" in family_of(name).options else None
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     return build_schedule(name, **sizes, chunks_per_rank=given, costs=costs)
+
+
+def tried(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int, costs: Costs | None = None
+) -> Schedule | None:
+    """None if there is none: some need more micro-batches, or a multiple of the ranks."""
+    try:
+        return built(name, num_ranks, num_microbatches, chunks, costs)
+    except ScheduleError:
+        return None
