@@ -39,7 +39,7 @@ FEW_RANKS = 16  # that show what more do, if there are too many for a short run
 SURE = 0.98  # of what a short run says: where stages are uneven it may say 1 % too much
 NEAR = 0.05  # by which what fewer ranks say may be wrong, with stages that differ by 10 %
 NUM_OTHERS = 8  # schedules that a plan tells of beside its own
-PATIENCE = 300_000  # actions that are simulated for their sake
+PATIENCE = 800_000  # actions that are simulated for their sake
 Progress = Callable[[int, str], None]
 T = TypeVar("T")
 
@@ -107,7 +107,8 @@ class Search:
         self.looked_at = 0
         self.best = math.inf
         self.nearest: tuple[float, Way] | None = None
-        for way in self.ways.all(schedules):
+        for count, way in enumerate(self.ways.all(schedules), start=1):
+            progress(0, f"{count} ways so far, cutting layers into stages")
             if way.name in STAND_IN and way.num_actions <= MANY_ACTIONS:
                 self.to_search.put(way.bound(), way)
             if way.name not in FOUND_BY_SEARCH:
