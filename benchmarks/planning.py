@@ -1,6 +1,7 @@
 """How long planning takes, on paper: no such machines are needed, and no weights are made.
 
     python benchmarks/planning.py
+    python benchmarks/planning.py --picture docs/pictures/thousand.svg
 
 A Transformer of 1,000 layers on 64 devices, and one of 412 on 1,024 devices over three levels of
 links: 8 to a machine, 16 machines to a site, 8 sites.
@@ -8,9 +9,12 @@ links: 8 to a machine, 16 machines to a site, 8 sites.
 
 from __future__ import annotations
 
+from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 
 import stageline as sl
@@ -52,13 +56,18 @@ def planned(name: str, profile: sl.Profile, cluster: sl.Cluster, batch_size: int
     return plan
 
 
-def main() -> None:
+def main(
+    picture: Annotated[Path | None, typer.Option(help="Draw the larger plan there.")] = None,
+) -> None:
+    """Print how long planning takes, and the plans."""
     machines = Level("site", 8, bandwidth=25e9, latency=1e-5)
     cluster = sl.Cluster(num_devices=64, memory="80GB", levels=(MACHINE, machines))
     planned("1,000 layers on 64 devices", profile_of(998, 1024), cluster, 512)
     world = sl.Cluster(num_devices=1024, memory="80GB", levels=(MACHINE, SITE, WORLD))
-    planned("412 layers on 1,024 devices", profile_of(410, 4096), world, 4096)
+    plan = planned("412 layers on 1,024 devices", profile_of(410, 4096), world, 4096)
+    if picture is not None:
+        plan.timeline.save(picture)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

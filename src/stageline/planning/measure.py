@@ -1,6 +1,6 @@
 """A profile by measurement: each layer runs forward and backward, as a stage of its own would.
 
-For each size of micro-batch, medians over some rounds through all layers, both ways:
+For each size of micro-batch, medians over some rounds through all sizes and layers, both ways:
 
     F ─► B             as most schedules go
     F ─► I ─► W        as those with a backward in halves do; this F takes longer
@@ -69,21 +69,20 @@ def profile(
     samples = subject.sizes(sizes)
     others = [subject._replace(layers=subject.layers.copy()) for _ in range(ranks - 1)]
     rounds = WARM_UP + repeats
-    measurements = []
     with (
         left_as_it_was(subject.layers),
         torch.random.fork_rng(devices=[]),
         progress_of(len(samples) * rounds, "rounds", shown=progress) as begin,
     ):
-        for size in samples:
-            solo = subject.solo(size)
-            kept = kept_bytes(solo)
-            with _at_work([other.solo(size) for other in others]):
-                taken = [_round(solo, begin) for _ in range(rounds)][WARM_UP:]
-            times = [_usual(column) for column in zip(*taken, strict=True)]
-            measurements.append(measurement(size, solo, times, kept))
+        solos = [subject.solo(size) for size in samples]
+        kept = [kept_bytes(solo) for solo in solos]
+        beside = [[_filled(other.solo(size)) for other in others] for size in samples]
+        taken = [_rounds(solos, beside, begin) for _ in range(rounds)][WARM_UP:]
+        by_size = zip(*taken, strict=True)
+        times = [[_usual(column) for column in zip(*rows, strict=True)] for rows in by_size]
+        measurements = tuple(map(measurement, samples, solos, times, kept))
     device = _device_name(subject.layers, ranks)
-    return Profile(subject.names, tuple(measurements), tied_weights(solo), device)
+    return Profile(subject.names, measurements, tied_weights(solos[0]), device)
 
 
 def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
@@ -108,10 +107,21 @@ class Once(NamedTuple):
     weight_grad: float
 
 
-def _round(solo: Solo, begin: Callable[[], None]) -> list[Once]:
-    """All layers once: what slows the machine down for a while slows them all down, and not one."""
-    begin()
-    return [_once(solo, number) for number in range(len(solo.layers))]
+def _rounds(
+    solos: Sequence[Solo], beside: Sequence[Sequence[Solo]], begin: Callable[[], None]
+) -> list[list[Once]]:
+    """All sizes and layers once: what slows the machine down for a while slows all of them down."""
+    taken = []
+    for solo, others in zip(solos, beside, strict=True):
+        begin()
+        with _at_work(others):
+            taken.append([_once(solo, number) for number in range(len(solo.layers))])
+    return taken
+
+
+def _filled(solo: Solo) -> Solo:
+    solo.fill()
+    return solo
 
 
 def _usual(taken: Sequence[Once]) -> Times:
@@ -168,7 +178,6 @@ def _at_work(others: Sequence[Solo]) -> Iterator[None]:
 
     def work(rank: int, solo: Solo) -> None:
         torch.set_num_threads(num_threads)  # OpenMP counts for each thread anew
-        solo.fill()
         count = len(solo.layers)
         for turn in itertools.count(count * rank // (len(others) + 1)):
             if is_over.is_set():

@@ -39,7 +39,7 @@ FEW_RANKS = 16  # that show what more do, if there are too many for a short run
 SURE = 0.98  # of what a short run says: where stages are uneven it may say 1 % too much
 NEAR = 0.05  # by which what fewer ranks say may be wrong, with stages that differ by 10 %
 NUM_OTHERS = 8  # schedules that a plan tells of beside its own
-PATIENCE = 800_000  # actions that are simulated for their sake
+PATIENCE = 500_000  # actions that are simulated for their sake
 Progress = Callable[[int, str], None]
 T = TypeVar("T")
 

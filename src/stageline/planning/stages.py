@@ -103,11 +103,13 @@ class Traffic:
             if value.writer < 0:
                 continue  # every rank has what the loader brings
             writer = homes[value.writer]
+            if all(homes[reader] == writer for reader in value.readers):
+                continue  # it stays in its stage
             readers = {homes[reader] for reader in value.readers} - {writer}
             for reader in readers:
                 read[reader] += value.size
                 sent[writer, reader] = sent.get((writer, reader), 0.0) + value.size
-            unsaved[writer] += value.unsaved if readers else 0.0
+            unsaved[writer] += value.unsaved
             needed = {homes[n] for n in (value.writer, *value.readers) if n not in value.let_go}
             for reader in readers & needed:
                 retained[reader] += value.size
