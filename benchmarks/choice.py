@@ -1,6 +1,6 @@
 """What the planner chooses, and the fastest of all ways to train: two ranks on two cores.
 
-    python benchmarks/choice.py             all models, about a quarter of an hour
+    python benchmarks/choice.py             all models, about half an hour
     python benchmarks/choice.py --rounds 3
 
 For each model every schedule with every size of micro-batch is run, in rounds, so that what slows

@@ -65,7 +65,7 @@ def trained(
     return pipe.state_dict(), reports
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 5, 8])
+@pytest.mark.parametrize("stop_after", [3, 8])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
     wanted, _ = trained(None, 13)
     with pytest.raises(Stop):
