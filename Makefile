@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench parity clean
+.PHONY: demo test test-all bench parity clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
@@ -13,8 +13,12 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not alone"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not alone and not slow"
 	$(BIN)/pytest -q -m alone
+
+# With those that take long: a quarter of an hour.
+test-all: test
+	$(BIN)/pytest -q -n 3 --dist worksteal -m slow
 
 # Tables and pictures of benchmarks/, about a minute; nothing else should run meanwhile.
 bench: $(VENV)/installed-dev

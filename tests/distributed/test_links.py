@@ -35,6 +35,7 @@ def test_a_slow_network_is_told_from_fast_machines_by_every_rank() -> None:
     assert f"Device(memory={3 * 2**30}.0" in ends[0].output
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_meanwhile_is_told_by_the_others() -> None:
     ends = launch("links", 3, "a,leaves,c", "0")
     assert [ended.code for ended in ends] == [1, 3, 1]
@@ -42,6 +43,7 @@ def test_a_rank_that_ends_meanwhile_is_told_by_the_others() -> None:
         assert f"StageError: rank {rank} lost touch with another while links" in ends[rank].output
 
 
+@pytest.mark.slow
 def test_machines_with_unequal_numbers_of_ranks_are_refused_on_every_rank() -> None:
     for ended in launch("links", 3, "a,a,b", "0"):
         assert ended.code == 1
@@ -63,6 +65,7 @@ def test_the_command_starts_processes_and_writes_a_cluster_that_plans_read(tmp_p
     assert told_and_saved(ended, path)
 
 
+@pytest.mark.slow
 def test_the_command_takes_part_in_a_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

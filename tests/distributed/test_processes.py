@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.launch import launch
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> None:
     for ended in launch("schedules", num_ranks):
         assert ended.code == 0, ended.output

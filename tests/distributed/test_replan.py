@@ -15,18 +15,22 @@ def test_training_goes_on_with_the_same_bits_when_layers_move(
     run(tmp_path, num_ranks, "parity")
 
 
+@pytest.mark.slow
 def test_a_slow_process_sheds_layers_by_what_was_measured(tmp_path: Path) -> None:
     run(tmp_path, 2, "device")
 
 
+@pytest.mark.slow
 def test_replicas_move_the_same_layers_and_keep_their_bits(tmp_path: Path) -> None:
     run(tmp_path, 4, "replicas")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_saved_after_a_move_loads_on_other_stages(tmp_path: Path) -> None:
     run(tmp_path, 3, "saved")
 
 
+@pytest.mark.slow
 def test_what_has_left_a_process_takes_no_memory_there(tmp_path: Path) -> None:
     run(tmp_path, 2, "memory")
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.distributed.kills import train_through
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_training_that_was_killed_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     killed = list(train_through(tmp_path / "disturbed", 120, kills=1, longest=2.0, seed=1))

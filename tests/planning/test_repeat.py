@@ -45,6 +45,7 @@ def test_a_transformer_of_five_layers_from_one_of_one() -> None:
     assert deep.measurements == of_transformer(5).measurements
 
 
+@pytest.mark.slow
 def test_cells_that_read_from_the_two_before() -> None:
     shallow = estimate(cells(5), torch.empty(2, 8, 4, 4), flops=1e12, bandwidth=1e11, sizes=[2])
     assert repeated(shallow, (1, 1, 2, 1, 1)).at(2) == of_cells(6)

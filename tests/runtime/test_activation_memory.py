@@ -165,7 +165,7 @@ def test_every_schedule_holds_what_its_simulation_says(schedule: str) -> None:
     assert most_microbatches(built) == list(simulate(built, Costs()).peak_activations)
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("backend", [pytest.param("serial", marks=pytest.mark.slow), "threads"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_two_hundred_steps_hold_no_more_than_twenty(schedule: str, backend: str) -> None:
     layers = chain(4)

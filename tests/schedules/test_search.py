@@ -54,6 +54,7 @@ def build_for_row(name: str, row: dict[str, str], costs: Costs) -> Timeline:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["r_zb_2p"]], ids=lambda r: r["model"])
+@pytest.mark.slow
 def test_zb_2p_is_no_higher_than_the_paper(row: dict[str, str]) -> None:
     costs = row_costs(row, 1)
     timeline = build_for_row("zb_2p", row, costs)
@@ -63,6 +64,7 @@ def test_zb_2p_is_no_higher_than_the_paper(row: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["r_zbv"]], ids=lambda r: r["model"])
+@pytest.mark.slow
 def test_zbv_is_no_higher_than_the_paper(row: dict[str, str]) -> None:
     costs = row_costs(row, 2)
     timeline = build_for_row("zbv", row, costs)
