@@ -27,21 +27,9 @@ from stageline.planning.outcome import Found
 from stageline.planning.search import FOUND_BY_SEARCH
 from stageline.planning.ways import SCHEDULES, Task, Ways, built
 from stageline.verification import Case
-from stageline.zoo.for_planning import CASES
+from stageline.zoo.for_planning import CASES, profiled
 
 RANKS, STEPS, BEST, FINALS = 2, 2, 5, 9
-
-
-def profiled(case: Case) -> sl.Profile:
-    size = len(case.inputs)
-    return sl.profile(
-        case.model,
-        case.inputs,
-        loss_fn=case.loss_fn,
-        target=case.target,
-        sizes=[size // share for share in (16, 8, 4, 2)],
-        ranks=RANKS,
-    )
 
 
 def all_plans(task: Task) -> list[sl.Plan]:
@@ -85,7 +73,7 @@ def compared(name: str, rounds: int) -> tuple[str, float]:
     """A table of the best, and by how much the chosen one is slower."""
     case = CASES[name]()
     task = Task(
-        profiled(case),
+        profiled(case, RANKS),
         sl.Cluster(num_devices=RANKS, memory="8GiB"),
         len(case.inputs),
         "sgd",

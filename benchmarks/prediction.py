@@ -28,7 +28,7 @@ from rich.table import Table
 import stageline as sl
 from stageline.report.timeline import Timeline
 from stageline.verification import Case
-from stageline.zoo.for_planning import CASES
+from stageline.zoo.for_planning import CASES, profiled
 
 RANKS = 2
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
@@ -97,14 +97,7 @@ def rows(steps: int) -> list[Row]:
     for name in track(CASES, "predicting and measuring"):
         case = CASES[name]()
         size = len(case.inputs)
-        profile = sl.profile(
-            case.model,
-            case.inputs,
-            loss_fn=case.loss_fn,
-            target=case.target,
-            sizes=[size // share for share in (16, 8, 4, 2)],
-            ranks=RANKS,
-        )
+        profile = profiled(case, RANKS)
         given: dict[str, Any] = {"batch_size": size, "num_ranks": RANKS, "optimizer": "sgd"}
         for schedule in SCHEDULES:
             plan = sl.plan(profile, cluster, **given, schedules=[schedule])

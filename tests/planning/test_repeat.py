@@ -48,7 +48,7 @@ def test_a_transformer_of_five_layers_from_one_of_one() -> None:
 @pytest.mark.slow
 def test_cells_that_read_from_the_two_before() -> None:
     shallow = estimate(cells(5), torch.empty(2, 8, 4, 4), flops=1e12, bandwidth=1e11, sizes=[2])
-    assert repeated(shallow, (1, 1, 2, 1, 1)).at(2) == of_cells(6)
+    assert repeated(shallow, (1, 1, 3, 1, 1)).at(2) == of_cells(7)
 
 
 def test_a_layer_with_a_tied_weight_cannot_be_repeated() -> None:

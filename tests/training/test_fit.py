@@ -65,7 +65,10 @@ def trained(
     return pipe.state_dict(), reports
 
 
-@pytest.mark.parametrize("stop_after", [3, 8])
+@pytest.mark.parametrize(
+    "stop_after",
+    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), 8],
+)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
     wanted, _ = trained(None, 13)
     with pytest.raises(Stop):

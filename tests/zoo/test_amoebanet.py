@@ -104,7 +104,7 @@ def test_halving_sees_every_other_pixel_and_those_diagonally_between() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedule"), [(3, "1f1b")])
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "gpipe"), (3, "1f1b")])
 def test_a_step_has_the_bits_of_a_plain_loop(num_ranks: int, schedule: str) -> None:
     pipe = sl.Pipeline(
         tiny(),

@@ -28,6 +28,7 @@ def logits(layers: sl.LayerSequence, tokens: Tensor) -> Tensor:
         (13, 785_765_632, 785.8e6, 1e5),
         (103, 5_318_010_112, 5.3e9, 1e8),
         (415, 21_029_790_976, 21e9, 1e9),
+        pytest.param(1663, 83_876_914_432, 83.9e9, 1e8, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_are_those_of_gpipes_table_1_to_its_last_digit(

@@ -227,7 +227,7 @@ def _least_variance(chain: Chain, ends: list[int]) -> list[int]:
 
 
 def _time(layer: LayerCost) -> float:
-    return layer.forward + layer.input_grad + layer.weight_grad
+    return layer.time
 
 
 def _size(layer: LayerCost) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from stageline.errors import PlanError
 from stageline.planning.chain import Chain, chain_of
-from stageline.planning.partition import balance_of, best_ends, least_bottleneck
+from stageline.planning.partition import balance_of, best_ends, least_bottleneck, split
 from stageline.planning.two_stages import improved_on_two_stages
 from stageline.schedules.placement import Placement, loop, wave
 
@@ -72,6 +72,27 @@ def split_placed(
     sent = sorted(transfers if transfers is not None else [0.0])[: chain.num_stages - 1]
     bound = (sum(costs) + 2 * sum(sent) * min(ranks)) / sum(ranks)
     return _searched(problem, max(bound, least_bottleneck(chain)))
+
+
+def balance_for(
+    costs: Sequence[float],
+    placement: Placement,
+    speeds: Sequence[float],
+    fits: RankFits | None = None,
+) -> tuple[int, ...]:
+    """By `split` if each rank holds one stage, by `split_placed` if it holds several.
+
+    >>> balance_for([1, 1, 1, 1], (0, 1), [3, 1]), balance_for([1, 1, 1, 1], (0, 1, 1, 0), [1, 1])
+    ((3, 1), (1, 1, 1, 1))
+    """
+    if len(placement) > len(speeds):
+        return split_placed(costs, placement, speeds=speeds, fits=fits).balance
+
+    def stage_fits(start: int, stop: int, stage: int) -> bool:
+        return fits is None or fits(((start, stop),), placement[stage])
+
+    by_stage = [speeds[rank] for rank in placement]
+    return split(costs, len(placement), speeds=by_stage, fits=stage_fits if fits else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,6 +45,10 @@ class LayerCost:
     def backward(self) -> float:
         return self.input_grad + self.weight_grad
 
+    @property
+    def time(self) -> float:
+        return self.forward + self.backward
+
 
 @checked
 class ValueCost:
@@ -93,7 +97,7 @@ class Measurement:
     @property
     def spread(self) -> float:
         """By which share times vary; short layers, which vary most, count as much as they take."""
-        taken = sum(layer.forward + layer.backward for layer in self.layers)
+        taken = sum(layer.time for layer in self.layers)
         return sum(layer.spread for layer in self.layers) / taken if taken else 0.0
 
 
@@ -176,7 +180,7 @@ class Profile:
 
 def _row(name: str, layer: LayerCost) -> tuple[str, ...]:
     """A cell for each of `COLUMNS`."""
-    taken = layer.forward + layer.backward
+    taken = layer.time
     return (
         name,
         f"{1e3 * layer.forward:.4g}",

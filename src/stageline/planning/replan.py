@@ -18,8 +18,7 @@ from stageline.arguments import check_type
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.explain import median_costs
-from stageline.planning.partition import split
-from stageline.planning.placed import split_placed
+from stageline.planning.placed import balance_for
 from stageline.planning.profile import Profile
 from stageline.report.timeline import Timeline
 from stageline.schedules.placement import Placement
@@ -111,7 +110,7 @@ def _times(profile: Profile, names: tuple[str, ...]) -> tuple[float, ...]:
             f"{len(names)}, or they have other names: profile this model"
         )
     layers = profile.measurements[-1].layers
-    return tuple(layer.forward + layer.input_grad + layer.weight_grad for layer in layers)
+    return tuple(layer.time for layer in layers)
 
 
 def slowest(found: Sequence[Observed]) -> Observed:
@@ -162,9 +161,7 @@ class _LayerTimes:
 
     def best_balance(self, placement: Placement) -> Balance:
         times = [sum(layer) for layer in zip(*self.by_kind.values(), strict=True)]
-        if len(placement) == len(self.speeds):
-            return split(times, len(placement), speeds=[self.speeds[rank] for rank in placement])
-        return split_placed(times, placement, speeds=self.speeds).balance
+        return balance_for(times, placement, self.speeds)
 
     def stage_costs(self, balance: Balance, placement: Placement) -> Costs:
         stages = _stages(balance)

@@ -55,11 +55,7 @@ class Room:
             recompute,
         )
 
-    def stage_fits(self, start: int, stop: int, stage: int) -> bool:
-        """Where each rank holds one stage, which has its number."""
-        return self.rank_fits(((start, stop),), stage)
-
-    def rank_fits(self, runs: tuple[Run, ...], rank: int) -> bool:
+    def fits(self, runs: tuple[Run, ...], rank: int) -> bool:
         size = sum(map(self._size, runs, self.stages[rank]))
         if self.recompute:  # one of them at a time brings back what its backward needs
             size += max(self.kept[stop] - self.kept[start] for start, stop in runs)

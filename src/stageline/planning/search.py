@@ -27,6 +27,7 @@ from stageline.planning.plan import Plan
 from stageline.planning.profile import Profile
 from stageline.planning.stages import states_of
 from stageline.planning.ways import SCHEDULES, TIMES, Task, Way, Ways, tried
+from stageline.schedules.build import family_of
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
@@ -64,6 +65,8 @@ def plan(
     """
     check_size("batch_size", batch_size)
     states_of(optimizer)
+    for name in schedules:
+        family_of(name)  # raises if there is none
     task = Task(profile, cluster, batch_size, optimizer, num_ranks, recompute)
     search = Search(task, schedules, progress or (lambda _, __: None))
     found = search.run()

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError, ScheduleError
 from stageline.planning.cluster import Cluster
-from stageline.planning.partition import split
-from stageline.planning.placed import split_placed
+from stageline.planning.placed import balance_for
 from stageline.planning.profile import Profile
 from stageline.planning.room import Room
 from stageline.planning.stages import Cut, Machines, reductions, stage_costs
@@ -228,26 +227,17 @@ class Ways:
 
     def _even(self, speeds: tuple[float, ...], placement: Placement) -> tuple[int, ...]:
         """By the times of the largest micro-batch: how they compare hardly depends on its size."""
-        measurement = self.task.profile.measurements[-1]
-        costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
-        if len(placement) == len(speeds):
-            return split(costs, len(speeds), speeds=speeds)
-        return split_placed(costs, placement, speeds=speeds).balance
+        times = [layer.time for layer in self.task.profile.measurements[-1].layers]
+        return balance_for(times, placement, speeds)
 
     def _tight(self, way: Way, schedule: Schedule, *, recompute: bool) -> Cut | None:
         """As even as memory allows; None if it allows none."""
-        placement = way.family.placement
-        measurement = self.measurement(way.layout.samples)
-        machines = self.machines(way.layout.grid)
+        placement, grid = way.family.placement, way.layout.grid
+        measurement, machines = self.measurement(way.layout.samples), self.machines(grid)
         room = Room.of(measurement, schedule, machines, self.task.optimizer, recompute=recompute)
-        speeds = self.speeds(way.layout.grid)
-        costs = [la.forward + la.input_grad + la.weight_grad for la in measurement.layers]
+        times = [layer.time for layer in measurement.layers]
         try:
-            if len(placement) == len(speeds):
-                balance = split(costs, len(speeds), speeds=speeds, fits=room.stage_fits)
-            else:
-                found = split_placed(costs, placement, speeds=speeds, fits=room.rank_fits)
-                balance = found.balance
+            balance = balance_for(times, placement, self.speeds(grid), room.fits)
         except PlanError:
             return None
         return Cut(balance, placement, (recompute,) * len(balance), is_tight=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from stageline.planning.measure import profile
+from stageline.planning.profile import Profile
 from stageline.verification import Case
 from stageline.zoo.gpt import gpt, loss
 
@@ -32,6 +34,19 @@ def perceptron() -> Case:
     model = nn.Sequential(*blocks, nn.Linear(1024, 10))
     x, y = torch.randn(16 * BATCH, 1024), torch.randint(0, 10, (16 * BATCH,))
     return Case(model, nn.functional.cross_entropy, x, y)
+
+
+def profiled(case: Case, ranks: int) -> Profile:
+    """For micro-batches of a sixteenth to a half of the batch, with as many ranks at work."""
+    size = len(case.inputs)
+    return profile(
+        case.model,
+        case.inputs,
+        loss_fn=case.loss_fn,
+        target=case.target,
+        sizes=[size // share for share in (16, 8, 4, 2)],
+        ranks=ranks,
+    )
 
 
 CASES = {"gpt": transformer, "gpt, large head": embedding_heavy, "perceptron": perceptron}
