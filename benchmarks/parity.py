@@ -34,7 +34,7 @@ EVERY = 23  # for a sample; prime to the number of choices of each sort, so that
 
 
 def combinations() -> list[Combination]:
-    choices = product(CASES, sl.schedule_names(), BACKENDS, RANKS, RECOMPUTE)
+    choices = product(CASES, sl.schedule_names(synchronous=True), BACKENDS, RANKS, RECOMPUTE)
     return [Combination(*choice) for choice in choices]
 
 

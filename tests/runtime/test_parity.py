@@ -52,7 +52,7 @@ def covering(factors: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
     return chosen
 
 
-FACTORS = (tuple(CASES), schedule_names(), BACKENDS, RANKS, RECOMPUTE)
+FACTORS = (tuple(CASES), schedule_names(synchronous=True), BACKENDS, RANKS, RECOMPUTE)
 COVERING = [Combination(*row) for row in covering(FACTORS)]
 
 

@@ -19,11 +19,11 @@ from stageline.planning.stages import Cut, Machines, reductions, stage_costs
 from stageline.report.memory import peak_memory
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
-from stageline.schedules.build import FAMILIES, build_schedule, family_of
+from stageline.schedules.build import build_schedule, family_of, schedule_names
 from stageline.schedules.placement import Placement, loop, wave
 from stageline.schedules.schedule import Schedule
 
-SCHEDULES = tuple(name for name in FAMILIES if name != "naive")
+SCHEDULES = tuple(name for name in schedule_names(synchronous=True) if name != "naive")
 TIMES = ("forward", "input_grad", "weight_grad", "recompute")
 CHUNKS = (2, 4)  # stages that a rank has, where that can be chosen
 
@@ -286,8 +286,13 @@ def built(
 ) -> Schedule:
     """Raises `ScheduleError` if there is none of these sizes."""
     given = chunks if "chunks_per_rank" in family_of(name).options else None
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return build_schedule(name, **sizes, chunks_per_rank=given, costs=costs)
+    return build_schedule(
+        name,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        chunks_per_rank=given,
+        costs=costs,
+    )
 
 
 def tried(

@@ -52,7 +52,7 @@ def _curve(
 ) -> Iterator[Level]:
     held = 0.0
     yield Level(0.0, held, static)
-    for (stage, kind, _, _), start, end in row:
+    for (stage, kind, _, _, _), start, end in row:
         if kind in changes:
             at_start, during, at_end = changes[kind][stage]
             held += at_start
@@ -65,7 +65,7 @@ def _curve(
 
 def _peak(row: Sequence[Action], changes: dict[Kind, list[Change]]) -> float:
     held = peak = 0.0
-    for stage, kind, _, _ in row:
+    for stage, kind, _, _, _ in row:
         if kind in changes:
             at_start, during, at_end = changes[kind][stage]
             held += at_start

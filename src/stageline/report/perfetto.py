@@ -82,7 +82,7 @@ def _runs(timeline: Timeline) -> Mapping[tuple[int, int, Kind, int], list[Span]]
     runs: dict[tuple[int, int, Kind, int], list[Span]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
         for span in row:
-            stage, kind, microbatch, _ = span.action
+            stage, kind, microbatch, _, _ = span.action
             if kind in MESSAGES:
                 runs[rank, stage, MESSAGES[kind], microbatch].append(span)
     return runs

@@ -13,7 +13,7 @@ from stageline.report.spans import Level, Spans, Transfer
 from stageline.report.transfers import transfers
 from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.edges import Edge, chain
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, Replicas
 
 ROUNDED = 1 - 1e-9  # sums of times differ in their last digits by the order of adding
 
@@ -30,6 +30,7 @@ class Timeline:
     name: str = field(default="", compare=False)
     idle: tuple[Idle, ...] = ()  # by rank, if it was measured
     balance: tuple[int, ...] | None = None  # layers of each stage, if it was measured
+    replicas: Replicas = ()  # of each stage; (): one
 
     @property
     def num_ranks(self) -> int:

@@ -192,7 +192,7 @@ class Executor:
         return self._backward(task, received, step)
 
     def _forward(self, task: Task, values: Contents, step: Step) -> Contents:
-        number, _, microbatch, _ = task.action
+        number, _, microbatch, _, _ = task.action
         brought = step.inputs[microbatch]
         for value in self.inputs[number]:
             values[value] = brought[value.name]
@@ -221,7 +221,7 @@ class Executor:
         return written
 
     def _backward(self, task: Task, gradients: Gradients, step: Step) -> Gradients:
-        number, _, microbatch, _ = task.action
+        number, _, microbatch, _, _ = task.action
         if number == self.last and step.output_gradients:
             _merge(gradients, step.output_gradients[microbatch])
         back = self.stages[number].backward(
@@ -271,7 +271,7 @@ def _tasks(
 
 
 def _awaits(program: Program, action: Action) -> tuple[tuple[Action, bool], ...]:
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, _, _ = action
     routes = program.routes
     if kind is Kind.F:
         sends = [Action(w, Kind.SEND_F, microbatch, stage) for w in routes.writers[stage]]
@@ -285,7 +285,7 @@ def _awaits(program: Program, action: Action) -> tuple[tuple[Action, bool], ...]
 def _gives(
     program: Program, action: Action, reads: list[set[Value]], stages: list[Stage]
 ) -> tuple[tuple[Action, bool, tuple[Value, ...]], ...]:
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, _, _ = action
     routes = program.routes
     if kind is Kind.F:
         sends = [

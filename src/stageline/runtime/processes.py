@@ -449,7 +449,7 @@ class Network:
 
     def post(self) -> None:
         """Sends go first, although receives stand before them: someone waits for what is sent."""
-        for stage, kind, microbatch, peer in self.asked:
+        for stage, kind, microbatch, peer, _ in self.asked:
             send = Action(peer, SENDS[kind], microbatch, stage)
             self.home.incoming.expect(send, *self.ways[send])
         self.asked.clear()

@@ -26,26 +26,35 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 WHOLE_BATCH = -1  # the micro-batch of what is done once for all of them: REDUCE_GRAD and STEP
 NO_PEER = -1
+NO_VERSION = -1  # there is one version of the weights, which goes without saying
 
 
 class Action(NamedTuple):
     """A stage, what is done there, and for which micro-batch.
 
+    Where weights change while micro-batches are on their way, an action names the version that it
+    uses, and a STEP the version that it makes: the number of steps that led to it.
+
     >>> print(Action(2, Kind.F, 0), Action(1, Kind.SEND_F, 3, peer=2))
     2F0 1SEND_F3
     >>> print(Action(0, Kind.SEND_F, 3, peer=2))
     0SEND_F3>2
+    >>> print(Action(2, Kind.B, 5, version=3), Action(2, Kind.STEP, version=4))
+    2B5@3 2STEP@4
     """
 
     stage: int
     kind: Kind
     microbatch: int = WHOLE_BATCH
     peer: int = NO_PEER  # the stage at the other end, for sends and receives
+    version: int = NO_VERSION  # of the stage's weights
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch == WHOLE_BATCH else str(self.microbatch)
         far = self.peer not in (NO_PEER, neighbour(self.stage, self.kind))
-        return f"{self.stage}{self.kind}{microbatch}" + (f">{self.peer}" if far else "")
+        peer = f">{self.peer}" if far else ""
+        version = "" if self.version == NO_VERSION else f"@{self.version}"
+        return f"{self.stage}{self.kind}{microbatch}{peer}{version}"
 
 
 def neighbour(stage: int, kind: Kind) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
 from stageline.schedules.families.looped_bfs import looped_bfs
 from stageline.schedules.families.naive import naive
 from stageline.schedules.families.one_f_one_b import one_f_one_b
+from stageline.schedules.families.pipedream import pipedream
+from stageline.schedules.families.pipedream_2bw import pipedream_2bw
 from stageline.schedules.families.v_half import v_half
 from stageline.schedules.families.v_min import v_min
 from stageline.schedules.families.zb_h1 import zb_h1
@@ -24,6 +26,7 @@ from stageline.schedules.families.zb_h2 import zb_h2
 from stageline.schedules.families.zbv import zbv
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.search.search import search_schedule
+from stageline.schedules.stream import streamed
 
 
 class Family(NamedTuple):
@@ -33,6 +36,7 @@ class Family(NamedTuple):
     summary: str
     options: tuple[str, ...] = ()
     chunks: int = 1  # that a rank holds, if nothing is said
+    is_synchronous: bool = True  # all of a mini-batch is done before its step, and no more
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
@@ -71,16 +75,32 @@ FAMILIES = {
     "v_min": Family(v_min, "a V with a third of the memory", chunks=2),
     "dualpipe_v": Family(dualpipe_v, "DeepSeek's DualPipe, cut in half", chunks=2),
     "hanayo": Family(hanayo, "1F1B in waves", CHUNKS, 2),
+    "pipedream": Family(
+        pipedream,
+        "1F1B without a flush, weights stashed",
+        ("vertical_sync", "replicas"),
+        is_synchronous=False,
+    ),
+    "pipedream_2bw": Family(
+        pipedream_2bw,
+        "1F1B without a flush, two versions of weights",
+        ("replicas",),
+        is_synchronous=False,
+    ),
 }
 
 
-def schedule_names() -> tuple[str, ...]:
-    """The names that `build_schedule` knows.
+def schedule_names(*, synchronous: bool | None = None) -> tuple[str, ...]:
+    """The names that `build_schedule` knows; all, or those that are synchronous, or are not.
 
-    >>> schedule_names()[:3]
-    ('naive', 'gpipe', '1f1b')
+    >>> schedule_names()[:3], schedule_names(synchronous=False)
+    (('naive', 'gpipe', '1f1b'), ('pipedream', 'pipedream_2bw'))
     """
-    return tuple(FAMILIES)
+    return tuple(
+        name
+        for name, family in FAMILIES.items()
+        if synchronous is None or family.is_synchronous == synchronous
+    )
 
 
 def build_schedule(
@@ -94,11 +114,19 @@ def build_schedule(
     memory_limit: float | str | None = None,
     time_budget: float | None = None,
     seed: int | None = None,
+    num_minibatches: int | None = None,
+    vertical_sync: bool | None = None,
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of that name for these sizes; options that it does not take are refused.
 
     `costs`, `memory_limit`, `time_budget` and `seed` are for those that are searched, as in
     `search_schedule`; `chunks_per_rank` and `group_size` for those with several chunks.
+
+    With `num_minibatches`, so many follow each other without a barrier, and the optimizer's steps
+    are part of the schedule. Asynchronous ones always have several, so many that they repeat
+    themselves if it is not given; theirs are `vertical_sync` and `replicas`, the ranks of each
+    stage.
 
     >>> for row in build_schedule("1f1b", num_ranks=2, num_microbatches=2).actions:
     ...     print(*row)
@@ -108,6 +136,8 @@ def build_schedule(
     family = family_of(name)
     check_size("num_ranks", num_ranks)
     check_size("num_microbatches", num_microbatches)
+    if num_minibatches is not None:
+        check_size("num_minibatches", num_minibatches)
     options: dict[str, Any] = {
         "chunks_per_rank": chunks_per_rank,
         "group_size": group_size,
@@ -115,6 +145,8 @@ def build_schedule(
         "memory_limit": memory_limit,
         "time_budget": time_budget,
         "seed": seed,
+        "vertical_sync": vertical_sync,
+        "replicas": replicas,
     }
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
@@ -127,7 +159,12 @@ def build_schedule(
     for option in ("chunks_per_rank", "group_size"):
         if option in given:
             check_size(option, given[option])
-    return replace(family.build(num_ranks, num_microbatches, **given), name=name)
+    if not family.is_synchronous:
+        given["num_minibatches"] = num_minibatches
+    schedule = replace(family.build(num_ranks, num_microbatches, **given), name=name)
+    if family.is_synchronous and num_minibatches is not None:
+        return streamed(schedule, num_minibatches)
+    return schedule
 
 
 def family_of(name: str) -> Family:

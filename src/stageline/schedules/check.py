@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stageline.arguments import check_type
-from stageline.schedules.action import COMPUTE, NO_PEER, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_PEER, NO_VERSION, WHOLE_BATCH, Action, Kind
 from stageline.schedules.edges import chain, checked_edges
 from stageline.schedules.grid import Cell
+from stageline.schedules.lowering import lowered
+from stageline.schedules.placement import ranks_of, side_by_side
 from stageline.schedules.precedence import Numbering, run_lanes, waits_of
 from stageline.schedules.program import Program
 from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.program_rules import deadlocked as deadlocked_program
 from stageline.schedules.rules import Offence, Rule, enforce, waiting_for_each_other
-from stageline.schedules.schedule import Schedule
+from stageline.schedules.schedule import Schedule, is_scheduled
+from stageline.schedules.stream_rules import STREAM_RULES, StreamFacts
 
 
 def check(work: Schedule | Program) -> None:
@@ -39,6 +43,9 @@ def check(work: Schedule | Program) -> None:
         enforce(PROGRAM_RULES, ProgramFacts(work), work.actions)
     else:
         enforce(RULES, Facts(work), work.actions)
+        if work.is_stream:
+            enforce(STREAM_RULES, StreamFacts(work), work.actions)
+        enforce(DEADLOCK, Facts(work), work.actions)
     work.__dict__[JUDGED] = True
 
 
@@ -55,15 +62,15 @@ class Facts:
     def cells(self) -> dict[Kind, dict[int, Cell]]:
         """By kind and place, the last cell with that action."""
         cells: dict[Kind, dict[int, Cell]] = {kind: {} for kind in Kind}
-        num_microbatches = self.schedule.num_microbatches
+        num_microbatches = self.schedule.total_microbatches
         for rank, row in enumerate(self.schedule.actions):
-            for position, (stage, kind, microbatch, _) in enumerate(row):
+            for position, (stage, kind, microbatch, _, _) in enumerate(row):
                 cells[kind][stage * num_microbatches + microbatch] = (rank, position)
         return cells
 
     @property
     def num_places(self) -> int:
-        return self.schedule.num_stages * self.schedule.num_microbatches
+        return self.schedule.num_stages * self.schedule.total_microbatches
 
     def all_cells(self) -> Iterator[tuple[Cell, Action]]:
         for rank, row in enumerate(self.schedule.actions):
@@ -71,7 +78,7 @@ class Facts:
                 yield (rank, position), action
 
     def action(self, kind: Kind, place: int) -> Action:
-        stage, microbatch = divmod(place, self.schedule.num_microbatches)
+        stage, microbatch = divmod(place, self.schedule.total_microbatches)
         return Action(stage, kind, microbatch)
 
 
@@ -94,29 +101,41 @@ def not_of_kind(facts: Facts) -> Iterator[Offence]:
 
 def not_compute(facts: Facts) -> Iterator[Offence]:
     for cell, action in facts.all_cells():
-        if action.kind not in COMPUTE:
+        if not is_scheduled(action):
             yield Offence([cell], {"action": action})
 
 
 def out_of_range(facts: Facts) -> Iterator[Offence]:
     num_stages = facts.schedule.num_stages
     for cell, action in facts.all_cells():
-        if not 0 <= action.stage < num_stages or action.microbatch < 0:
+        is_step = action.kind is Kind.STEP and action.microbatch == WHOLE_BATCH
+        if not 0 <= action.stage < num_stages or (action.microbatch < 0 and not is_step):
             yield Offence([cell], {"action": action, "last": num_stages - 1})
 
 
 def without_stage(facts: Facts) -> Iterator[Offence]:
     for rank in range(facts.schedule.num_ranks):
-        if rank not in facts.schedule.placement:
+        if not facts.schedule.stages_of(rank):
             yield Offence([], {"rank": rank})
 
 
+def misreplicated(facts: Facts) -> Iterator[Offence]:
+    """Ranks of a replicated stage hold no other; and there is a number for each stage."""
+    placement, replicas = facts.schedule.placement, facts.schedule.replicas
+    if replicas and (len(replicas) != len(placement) or placement != side_by_side(replicas)):
+        yield Offence([], {"replicas": list(replicas), "placement": list(placement)})
+
+
 def misplaced(facts: Facts) -> Iterator[Offence]:
-    placement = facts.schedule.placement
+    home, placement = facts.schedule.home, facts.schedule.placement
+    replicas = facts.schedule.replicas
     for cell, action in facts.all_cells():
-        if placement[action.stage] != cell[0]:
-            words = {"action": action, "rank": cell[0], "home": placement[action.stage]}
-            yield Offence([cell], words)
+        is_step = action.kind is Kind.STEP
+        if is_step and cell[0] in ranks_of(placement, replicas, action.stage):
+            continue
+        rank = home(action.stage, 0 if is_step else action.microbatch)
+        if rank != cell[0]:
+            yield Offence([cell], {"action": action, "rank": cell[0], "home": rank})
 
 
 def repeated(facts: Facts) -> Iterator[Offence]:
@@ -125,6 +144,9 @@ def repeated(facts: Facts) -> Iterator[Offence]:
         return
     seen: dict[Action, Cell] = {}
     for cell, action in facts.all_cells():
+        if action.kind is Kind.STEP:
+            continue  # once on each rank that holds the stage
+        action = action._replace(version=NO_VERSION)  # noqa: PLW2901  whatever weights it uses
         if seen.setdefault(action, cell) is not cell:
             yield Offence([seen[action], cell], {"action": action})
 
@@ -158,7 +180,7 @@ def _gap(facts: Facts, kind: Kind, place: int) -> Offence:
     a file looks like one micro-batch more, which is then missing everywhere else.
     """
     cells = [table[place] for table in facts.cells.values() if place in table]
-    last = facts.schedule.num_microbatches - 1
+    last = facts.schedule.total_microbatches - 1
     witness = next(cell for cell, action in facts.all_cells() if action.microbatch == last)
     words = {"action": facts.action(kind, place), "whole": facts.action(Kind.B, place)}
     words["witness"] = facts.schedule.actions[witness[0]][witness[1]]
@@ -180,11 +202,15 @@ def before(first: Kind, second: Kind) -> Callable[[Facts], Iterator[Offence]]:
 
 def deadlocked(facts: Facts) -> Iterator[Offence]:
     schedule = facts.schedule
-    numbering = Numbering(schedule.num_stages, schedule.num_microbatches)
-    lanes = [numbering.lane(row) for row in schedule.actions]
+    if schedule.replicas:  # whose steps wait for each other
+        yield from deadlocked_program(ProgramFacts(lowered(schedule)))
+        return
+    rows = [[a for a in row if a.kind in COMPUTE] for row in schedule.actions]
+    numbering = Numbering(schedule.num_stages, schedule.total_microbatches)
+    lanes = [numbering.lane(row) for row in rows]
     waits = waits_of(numbering, chain(schedule.num_stages), lambda *_: 0.0)
     run = run_lanes(lanes, [1.0] * numbering.num_tasks, waits)
-    yield from waiting_for_each_other(schedule.actions, lanes, waits, run)
+    yield from waiting_for_each_other(rows, lanes, waits, run)
 
 
 NEEDED = "{early} comes before {late}, which it needs: swap them"
@@ -210,6 +236,12 @@ RULES = (
         "every rank holds a stage",
         without_stage,
         "rank {rank} holds no stage: place one there, or use fewer ranks",
+    ),
+    Rule(
+        "replicas side by side",
+        misreplicated,
+        "stages with {replicas} replicas are placed on ranks {placement} on, but ranks hold one "
+        "stage each, in the order of stages: place them so",
     ),
     Rule(
         "on its own rank",
@@ -240,9 +272,5 @@ RULES = (
     Rule("forward before its gradient", before(Kind.F, Kind.I), NEEDED),
     Rule("forward before its backward", before(Kind.F, Kind.B), NEEDED),
     Rule("input before weights", before(Kind.I, Kind.W), NEEDED),
-    Rule(
-        "no deadlock",
-        deadlocked,
-        "{who}: {cycle}: change the order of one of them",
-    ),
 )
+DEADLOCK = (Rule("no deadlock", deadlocked, "{who}: {cycle}: change the order of one of them"),)

@@ -9,10 +9,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stageline.errors import ScheduleError
-from stageline.schedules.action import COMPUTE, NO_PEER, WHOLE_BATCH, Action, Kind, neighbour
+from stageline.schedules.action import (
+    COMPUTE,
+    NO_PEER,
+    WHOLE_BATCH,
+    Action,
+    Kind,
+    neighbour,
+)
 
 # At most six digits: a stage number beyond a million is a broken file.
-ACTION = re.compile(r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?", re.ASCII)
+ACTION = re.compile(
+    r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?(?:@(\d{1,6}))?", re.ASCII
+)
 OVERLAPPED = re.compile(
     r"\(([^()]*)\)OVERLAP_F_B"
 )  # torch's pair of actions that may run side by side
@@ -64,13 +73,9 @@ def _parse_action(cell: str, rank: int, column: int) -> Action | None:
             f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0: a stage, "
             "then F, I, W or B, then a micro-batch"
         )
-    return _action(
-        int(match[1]),
-        Kind(match[2]),
-        match[3],
-        match[4],
-        f"row {rank}, column {column} is {cell!r}",
-    )
+    seen = f"row {rank}, column {column} is {cell!r}"
+    action = _action(int(match[1]), Kind(match[2]), match[3], match[4], seen)
+    return _with_version(action, match[5], seen)
 
 
 def _action(stage: int, kind: Kind, microbatch: str | None, peer: str | None, seen: str) -> Action:
@@ -85,3 +90,11 @@ def _action(stage: int, kind: Kind, microbatch: str | None, peer: str | None, se
     return Action(
         stage, kind, int(microbatch or 0), neighbour(stage, kind) if peer is None else int(peer)
     )
+
+
+def _with_version(action: Action, version: str | None, seen: str) -> Action:
+    if version is None:
+        return action
+    if action.kind not in COMPUTE and action.kind not in ONCE:
+        raise ScheduleError(f"{seen}, but only what computes, reduces or steps has a version")
+    return action._replace(version=int(version))

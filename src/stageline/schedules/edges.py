@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, Replicas, home
 
 Edge = tuple[int, int]  # a value: the stage that writes it, the stage that reads it
 
@@ -24,6 +24,7 @@ class Routes:
 
     edges: tuple[Edge, ...]
     placement: Placement
+    replicas: Replicas = ()
 
     @cached_property
     def writers(self) -> list[list[int]]:
@@ -35,8 +36,15 @@ class Routes:
         """For each stage, the stages that read its values."""
         return [[r for w, r in self.edges if w == stage] for stage in range(len(self.placement))]
 
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a micro-batch on a stage."""
+        return home(self.placement, self.replicas, stage, microbatch)
+
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether two stages live on different ranks, so that a value between them is a message."""
+        """Whether two stages live on different ranks, so that a value between them is a message.
+
+        Replicas are of stages that share their ranks with no other.
+        """
         return self.placement[stage] != self.placement[other]
 
     def sends(self, action: Action) -> list[Action]:
@@ -56,9 +64,8 @@ class Routes:
         writers, readers = self.writers[action.stage], self.readers[action.stage]
         if action.kind is Kind.F:
             return Kind.SEND_F, writers, readers
-        return (
-            (Kind.SEND_B, readers, writers) if action.kind is not Kind.W else (Kind.SEND_B, [], [])
-        )
+        is_gradient = action.kind is Kind.I or action.kind is Kind.B
+        return (Kind.SEND_B, readers, writers) if is_gradient else (Kind.SEND_B, [], [])
 
 
 def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:

@@ -1,25 +1,14 @@
-"""From a schedule to a program: add sends, receives, reductions and optimizer steps.
-
-A send stands right behind the action that made the message. A receive stands right behind the last
-action of its own rank that the sender must have heard of, and in front of that action's own sends:
-
-    rank 0 │ 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
-    rank 1 │ 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1                 p = 2, m = 2
-
-Whoever sends has therefore heard from the other rank after it asked. So in no timing whatever does
-a message leave before it is asked for, and a send that waits for its receive (a rendezvous) never
-waits at all: it can be part of no deadlock.
-"""
+"""From a schedule to a program: add sends, receives, reductions and optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from stageline.arguments import check_type
-from stageline.schedules.action import Action, Kind
 from stageline.schedules.check import check
-from stageline.schedules.edges import Edge, Routes, chain, checked_edges
-from stageline.schedules.program import Program, twin
+from stageline.schedules.edges import Edge
+from stageline.schedules.lowering import lowered
+from stageline.schedules.program import Program
 from stageline.schedules.schedule import Schedule
 
 
@@ -35,78 +24,4 @@ def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
     """
     check_type("a schedule", schedule, Schedule, "build one with sl.build_schedule")
     check(schedule)
-    edges = chain(schedule.num_stages) if edges is None else edges
-    routes = Routes(checked_edges(edges, schedule.num_stages), schedule.placement)
-    asked = _receives(schedule, routes)
-    rows = tuple(tuple(_row(row, routes, asked[rank])) for rank, row in enumerate(schedule.actions))
-    return Program(rows, schedule.placement, routes.edges, schedule.name)
-
-
-def _row(row: Iterable[Action], routes: Routes, asked: list[list[Action]]) -> Iterator[Action]:
-    row = list(row)
-    last = {a.stage: position for position, a in enumerate(row) if a.kind in (Kind.W, Kind.B)}
-    yield from asked[0]
-    for position, action in enumerate(row):
-        yield action
-        yield from asked[position + 1]
-        yield from routes.sends(action)
-        if last.get(action.stage) == position:
-            yield Action(action.stage, Kind.REDUCE_GRAD)
-    yield from (Action(stage, Kind.STEP) for stage in sorted(last))
-
-
-def _receives(schedule: Schedule, routes: Routes) -> list[list[list[Action]]]:
-    """For each rank and each number of actions done, the receives to ask for then."""
-    asked: list[list[list[Action]]] = [
-        [[] for _ in range(len(row) + 1)] for row in schedule.actions
-    ]
-    done_after = {
-        (stage, kind is Kind.F, microbatch): position + 1
-        for row in schedule.actions
-        for position, (stage, kind, microbatch, _) in enumerate(row)
-        if kind is not Kind.W
-    }
-    forebears = _forebears(routes)
-    for row in schedule.actions:
-        heard = [0] * schedule.num_ranks  # how many actions of each rank this one knows to be done
-        for action in row:
-            for send in routes.awaited(action):
-                source = schedule.placement[send.stage]
-                maker = (send.stage, send.kind is Kind.SEND_F, send.microbatch)
-                heard[source] = max(heard[source], done_after[maker])
-            for send in routes.sends(action):
-                target = schedule.placement[send.peer]
-                for stage, is_forward in forebears[send.stage, send.kind, target]:
-                    done = done_after[stage, is_forward, send.microbatch]
-                    heard[target] = max(heard[target], done)
-                asked[target][heard[target]].append(twin(send))
-    return asked
-
-
-def _forebears(routes: Routes) -> dict[tuple[int, Kind, int], list[tuple[int, bool]]]:
-    """By sending stage, kind and receiving rank: what that rank did to bring the message about.
-
-    A value descends from the forwards of all stages that led to it, a gradient from the backwards
-    of all stages behind it. They are given as (stage, is forward).
-    """
-    home = routes.placement
-    before, after = _closure(routes.writers), _closure(routes.readers)
-    found = {}
-    for writer, reader in routes.edges:
-        target = home[reader]
-        values = [(stage, True) for stage in before[writer] if home[stage] == target]
-        found[writer, Kind.SEND_F, target] = values
-        target = home[writer]
-        gradients = [(stage, False) for stage in after[reader] if home[stage] == target]
-        found[reader, Kind.SEND_B, target] = gradients
-    return found
-
-
-def _closure(steps: list[list[int]]) -> list[set[int]]:
-    """All stages that can be reached from each stage."""
-    reached: list[set[int]] = [set() for _ in steps]
-    forward = any(target > stage for stage, targets in enumerate(steps) for target in targets)
-    for stage in range(len(steps))[:: -1 if forward else 1]:
-        for target in steps[stage]:
-            reached[stage] |= {target} | reached[target]
-    return reached
+    return lowered(schedule, edges)

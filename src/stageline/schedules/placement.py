@@ -3,9 +3,15 @@
 straight   0 1 2 3                one stage a rank
 loop       0 1 2 3 0 1 2 3        interleaved: rank r holds r, r+p, r+2p …
 wave       0 1 2 3 3 2 1 0        rank r holds r and 2p-1-r; with two chunks this is the V
+
+replicated 0 3 with replicas 3 1  stage 0 on ranks 0, 1 and 2, which take its micro-batches in turns
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 Placement = tuple[int, ...]
+Replicas = tuple[int, ...]  # how many ranks hold each stage; (): one
 
 
 def loop(num_ranks: int, chunks_per_rank: int = 1) -> Placement:
@@ -19,6 +25,26 @@ def wave(num_ranks: int, chunks_per_rank: int = 2) -> Placement:
     )
 
 
-def stages_on(placement: Placement, rank: int) -> tuple[int, ...]:
+def side_by_side(replicas: Sequence[int]) -> Placement:
+    """Stages one after another, each on as many ranks as it has replicas.
+
+    >>> side_by_side([3, 1])
+    (0, 3)
+    """
+    return tuple(accumulate(replicas[:-1], initial=0))
+
+
+def home(placement: Placement, replicas: Replicas, stage: int, microbatch: int) -> int:
+    """Micro-batch i runs on replica i mod r, forward and backward."""
+    return placement[stage] + (microbatch % replicas[stage] if replicas else 0)
+
+
+def ranks_of(placement: Placement, replicas: Replicas, stage: int) -> range:
+    """All that hold a stage."""
+    return range(placement[stage], placement[stage] + (replicas[stage] if replicas else 1))
+
+
+def stages_on(placement: Placement, rank: int, replicas: Replicas = ()) -> tuple[int, ...]:
     """The stages that a rank holds, ascending."""
-    return tuple(stage for stage, home in enumerate(placement) if home == rank)
+    stages = range(len(placement))
+    return tuple(stage for stage in stages if rank in ranks_of(placement, replicas, stage))

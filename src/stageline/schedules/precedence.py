@@ -31,7 +31,9 @@ class Numbering(NamedTuple):
 
     def lane(self, actions: Iterable[Action]) -> list[int]:
         size, rows = self.num_microbatches, {kind: PHASE[kind] * self.num_stages for kind in PHASE}
-        return [(rows[kind] + stage) * size + microbatch for stage, kind, microbatch, _ in actions]
+        return [
+            (rows[kind] + stage) * size + microbatch for stage, kind, microbatch, _, _ in actions
+        ]
 
 
 PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}

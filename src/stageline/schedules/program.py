@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stageline.schedules import csv
-from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.edges import Edge, Routes
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, Replicas, ranks_of
 from stageline.schedules.precedence import Waits
-from stageline.schedules.schedule import Rows, Schedule
+from stageline.schedules.schedule import Rows, Schedule, is_scheduled
 
 TWIN = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
@@ -24,13 +24,15 @@ class Program:
 
     A send hands its message over and goes on. A receive only asks for a message; the action that
     needs it waits for it. Messages from one rank to another are asked for in the order of sends.
-    A reduction starts where it stands and runs beside what follows, until its optimizer step.
+    A reduction starts where it stands and runs beside what follows, until its optimizer step;
+    which waits for those of the stage's replicas too.
     """
 
     actions: Rows
     placement: Placement
     edges: tuple[Edge, ...]
     name: str = field(default="", compare=False)
+    replicas: Replicas = ()
 
     def to_csv(self, path: str | Path) -> None:
         """One row per rank, in the form that torch calls compute_comms."""
@@ -38,13 +40,13 @@ class Program:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The compute actions alone."""
-        rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in self.actions)
-        return Schedule(rows, self.placement, self.name)
+        """The compute actions alone, and the steps of a stream."""
+        rows = tuple(tuple(a for a in row if is_scheduled(a)) for row in self.actions)
+        return Schedule(rows, self.placement, self.name, self.replicas)
 
     @cached_property
     def routes(self) -> Routes:
-        return Routes(self.edges, self.placement)
+        return Routes(self.edges, self.placement, self.replicas)
 
 
 def twin(send: Action) -> Action:
@@ -55,12 +57,11 @@ def twin(send: Action) -> Action:
 class Tasks(NamedTuple):
     """A program as numbered tasks on lanes, for `run_lanes`.
 
-    The first lanes are the ranks. Then come a lane for each pair of ranks, on which messages follow
-    each other, and a lane for each rank's reductions.
+    The first lanes are the ranks, with a task for each action of theirs. Then come a lane for each
+    pair of ranks, on which messages follow each other, and a lane for each rank's reductions.
     """
 
-    numbers: dict[Action, int]  # a B goes by the name of its I as well
-    background: dict[Action, int]  # messages by their send, reductions by their start
+    background: dict[Name, int]  # messages by their send, reductions by their start
     lanes: list[list[int]]
     waits: Waits
 
@@ -69,39 +70,58 @@ class Tasks(NamedTuple):
         return len(self.waits.rows)
 
 
+Name = tuple[int, Action]  # a rank, and one of its actions without the version that it uses
+
+
 def program_tasks(
     program: Program, delay: Callable[[Action], float], *, rendezvous: bool = False
 ) -> Tasks:
     """With `rendezvous`, a rank stays in its send until the other end has asked for the message."""
-    actions = [action for row in program.actions for action in row]
-    numbers = {action: number for number, action in enumerate(actions)}
-    lanes = [[numbers[action] for action in row] for row in program.actions]
-    numbers |= {
-        Action(a.stage, Kind.I, a.microbatch): numbers[a] for a in actions if a.kind is Kind.B
+    home = program.routes.home
+    names = [(rank, _bare(action)) for rank, row in enumerate(program.actions) for action in row]
+    numbers = {name: number for number, name in enumerate(names)}
+    numbers |= {  # a B goes by the name of its I as well
+        (rank, a._replace(kind=Kind.I)): numbers[rank, a] for rank, a in names if a.kind is Kind.B
     }
-    flying = [a for a in actions if a.kind in TWIN or a.kind is Kind.REDUCE_GRAD]
-    background = {action: len(actions) + i for i, action in enumerate(flying)}
+    flying = [name for name in names if name[1].kind in TWIN or name[1].kind is Kind.REDUCE_GRAD]
+    background = {name: len(names) + i for i, name in enumerate(flying)}
 
-    def waits(action: Action) -> Iterator[tuple[int, float]]:
+    def awaited(send: Action) -> int:
+        return background[home(send.stage, send.microbatch), send]
+
+    def other_end(send: Action) -> int:
+        return numbers[home(send.peer, send.microbatch), twin(send)]
+
+    def waits(rank: int, action: Action) -> Iterator[tuple[int, float]]:
         if action.kind in COMPUTE:
-            yield from ((background[a], delay(a)) for a in program.routes.awaited(action))
-        yield from ((numbers[a], 0.0) for a in _needs(program.routes, action))
+            yield from ((awaited(a), delay(a)) for a in program.routes.awaited(action))
+        yield from ((numbers[rank, a], 0.0) for a in _needs(program.routes, action))
         if rendezvous and action.kind in TWIN:
-            yield numbers[twin(action)], 0.0
+            yield other_end(action), 0.0
         if action.kind is Kind.STEP:
-            yield background[Action(action.stage, Kind.REDUCE_GRAD)], 0.0
+            reduction = action._replace(kind=Kind.REDUCE_GRAD)
+            for replica in ranks_of(program.placement, program.replicas, action.stage):
+                yield background[replica, reduction], 0.0
 
-    both_ends = [[a, twin(a)] if a.kind in TWIN else [a] for a in flying]
-    waits_of_all = [list(waits(action)) for action in actions]
-    waits_of_all += [[(numbers[end], 0.0) for end in ends] for ends in both_ends]
+    waits_of_all = [list(waits(*name)) for name in names]
+    for name in flying:
+        ends = [other_end(name[1])] if name[1].kind in TWIN else []
+        waits_of_all.append([(number, 0.0) for number in (numbers[name], *ends)])
     rows = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
-    lanes += _background_lanes(program, background)
-    return Tasks(numbers, background, lanes, Waits(1, rows))
+    count = iter(range(len(names)))
+    lanes = [[next(count) for _ in row] for row in program.actions]
+    return Tasks(background, lanes + _background_lanes(program, background), Waits(1, rows))
+
+
+def _bare(action: Action) -> Action:
+    """What is needed is an action's result, whatever weights it used."""
+    is_plain = action.version == NO_VERSION or action.kind not in COMPUTE
+    return action if is_plain else action._replace(version=NO_VERSION)
 
 
 def _needs(routes: Routes, action: Action) -> Iterator[Action]:
     """What must have run on the same rank; a gradient goes by the name of I, be it I or B."""
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, _, _ = action
     if kind is Kind.F:
         near = (s for s in routes.writers[stage] if not routes.crosses(s, stage))
         yield from (Action(s, Kind.F, microbatch) for s in near)
@@ -115,9 +135,10 @@ def _needs(routes: Routes, action: Action) -> Iterator[Action]:
         yield Action(stage, Kind.I, microbatch)
 
 
-def _background_lanes(program: Program, background: dict[Action, int]) -> list[list[int]]:
+def _background_lanes(program: Program, background: dict[Name, int]) -> list[list[int]]:
     lanes: dict[tuple[int, int | None], list[int]] = {}
-    for action, number in background.items():
-        target = program.placement[action.peer] if action.kind in TWIN else None
-        lanes.setdefault((program.placement[action.stage], target), []).append(number)
+    for (rank, action), number in background.items():
+        is_message = action.kind in TWIN
+        target = program.routes.home(action.peer, action.microbatch) if is_message else None
+        lanes.setdefault((rank, target), []).append(number)
     return list(lanes.values())

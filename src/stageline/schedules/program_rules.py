@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.grid import Cell
+from stageline.schedules.placement import ranks_of
 from stageline.schedules.precedence import run_lanes
 from stageline.schedules.program import TWIN, Program, program_tasks, twin
 from stageline.schedules.rules import Offence, Rule, waiting_for_each_other
+from stageline.schedules.stream import made_from
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class ProgramFacts:
         return cells
 
     @cached_property
+    def versions(self) -> range | tuple[int]:
+        """Those that are made."""
+        schedule = self.program.schedule
+        return range(1, schedule.num_minibatches + 1) if schedule.is_stream else (NO_VERSION,)
+
+    @cached_property
     def messages(self) -> dict[Action, tuple[Action, Action]]:
         """By its send, each message's maker and reader."""
         routes, schedule = self.program.routes, self.program.schedule
@@ -39,11 +47,21 @@ class ProgramFacts:
     @cached_property
     def due(self) -> set[Action]:
         """Everything beside compute that must stand in the program once."""
-        once = {Action(s, k) for s in range(len(self.program.placement)) for k in ONCE_A_STAGE}
+        stages = range(len(self.program.placement))
+        once = {
+            Action(stage, kind, version=version)
+            for stage in stages
+            for kind in ONCE_A_STAGE
+            for version in self.versions
+        }
         return once | self.messages.keys() | {twin(send) for send in self.messages}
 
-    def home(self, action: Action) -> int:
-        return self.program.placement[action.stage]
+    def homes(self, action: Action) -> Sequence[int]:
+        """The ranks on which an action belongs: one, or all that hold its stage."""
+        program = self.program
+        if action.kind in ONCE_A_STAGE:
+            return ranks_of(program.placement, program.replicas, action.stage)
+        return (program.routes.home(action.stage, action.microbatch),)
 
 
 ONCE_A_STAGE = (Kind.REDUCE_GRAD, Kind.STEP)
@@ -56,21 +74,24 @@ def uncalled(facts: ProgramFacts) -> Iterator[Offence]:
 
 
 def absent(facts: ProgramFacts) -> Iterator[Offence]:
-    for action in sorted(facts.due - facts.cells.keys()):
-        yield Offence([], {"action": action})
+    for action in sorted(facts.due):
+        if len(facts.cells.get(action, ())) < len(facts.homes(action)):
+            yield Offence(facts.cells.get(action, ()), {"action": action})
 
 
 def several(facts: ProgramFacts) -> Iterator[Offence]:
     for action, cells in facts.cells.items():
-        if len(cells) > 1:
+        if len(cells) > len(facts.homes(action)):
             yield Offence(cells, {"action": action})
 
 
 def abroad(facts: ProgramFacts) -> Iterator[Offence]:
-    for action, ((rank, position),) in facts.cells.items():
-        if rank != facts.home(action):
-            words = {"action": action, "rank": rank, "home": facts.home(action)}
-            yield Offence([(rank, position)], words)
+    for action, cells in facts.cells.items():
+        homes = facts.homes(action)
+        for (rank, position), home in zip(cells, homes, strict=True):
+            if rank != home:
+                words = {"action": action, "rank": rank, "home": home}
+                yield Offence([(rank, position)], words)
 
 
 def sent_too_early(facts: ProgramFacts) -> Iterator[Offence]:
@@ -97,13 +118,16 @@ def out_of_turn(facts: ProgramFacts) -> Iterator[Offence]:
             if send.kind in TWIN:
                 receive = twin(send)
                 (cell,) = facts.cells[receive]
-                previous = latest.setdefault(facts.home(receive), cell)
+                (home,) = facts.homes(receive)
+                previous = latest.setdefault(home, cell)
                 if cell < previous:
                     yield Offence([cell, previous], {"action": receive, "send": send})
-                latest[facts.home(receive)] = cell
+                latest[home] = cell
 
 
 def after_the_end(facts: ProgramFacts) -> Iterator[Offence]:
+    if facts.program.schedule.is_stream:
+        return  # what comes after a step is for later mini-batches, and is judged in the schedule
     for row_number, row in enumerate(facts.program.actions):
         stepped: set[int] = set()
         for position, action in enumerate(row):
@@ -115,14 +139,31 @@ def after_the_end(facts: ProgramFacts) -> Iterator[Offence]:
 
 
 def reduced_too_early(facts: ProgramFacts) -> Iterator[Offence]:
+    size = facts.program.schedule.num_microbatches
     for row_number, row in enumerate(facts.program.actions):
-        reduced: set[int] = set()
+        reduced: set[tuple[int, int]] = set()
         for position, action in enumerate(row):
-            if action.kind in (Kind.B, Kind.W) and action.stage in reduced:
-                words = {"action": action, "reduction": Action(action.stage, Kind.REDUCE_GRAD)}
+            sum_of = action.stage, made_from(action, size)
+            if action.kind in (Kind.B, Kind.W) and sum_of in reduced:
+                reduction = Action(action.stage, Kind.REDUCE_GRAD, version=sum_of[1])
+                words = {"action": action, "reduction": reduction}
                 yield Offence([(row_number, position)], words)
             if action.kind is Kind.REDUCE_GRAD:
-                reduced.add(action.stage)
+                reduced.add((action.stage, action.version))
+
+
+def stepped_unreduced(facts: ProgramFacts) -> Iterator[Offence]:
+    """In a stream; elsewhere a step is the end of its stage."""
+    if not facts.program.schedule.is_stream:
+        return
+    for row_number, row in enumerate(facts.program.actions):
+        reduced: set[tuple[int, int]] = set()
+        for position, action in enumerate(row):
+            if action.kind is Kind.REDUCE_GRAD:
+                reduced.add((action.stage, action.version))
+            if action.kind is Kind.STEP and (action.stage, action.version) not in reduced:
+                reduction = action._replace(kind=Kind.REDUCE_GRAD)
+                yield Offence([(row_number, position)], {"first": reduction, "second": action})
 
 
 def deadlocked(facts: ProgramFacts, *, rendezvous: bool = False) -> Iterator[Offence]:
@@ -162,6 +203,11 @@ PROGRAM_RULES = (
         "reduced when complete",
         reduced_too_early,
         "{action} comes after {reduction}, which sums it over replicas: move the reduction back",
+    ),
+    Rule(
+        "reduced before its step",
+        stepped_unreduced,
+        "{first} comes after {second}, which needs it: swap them",
     ),
     Rule(
         "nothing after the end",

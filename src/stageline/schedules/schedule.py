@@ -1,4 +1,8 @@
-"""A schedule: for each rank, the order of its compute actions, and where each stage is placed."""
+"""A schedule: for each rank, the order of its compute actions, and where each stage is placed.
+
+A schedule of several mini-batches holds the optimizer's steps as well, one for each mini-batch and
+stage, and its actions name the versions of the weights that they use.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from pathlib import Path
 
 from stageline.errors import ScheduleError
 from stageline.schedules import csv
-from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.grid import grid
-from stageline.schedules.placement import Placement, stages_on
+from stageline.schedules.placement import Placement, Replicas, home, stages_on
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -28,12 +32,14 @@ class Schedule:
     actions: Rows
     placement: Placement
     name: str = field(default="", compare=False)
+    replicas: Replicas = ()  # of each stage, on ranks from its placement on; (): one of each
 
     def __post_init__(self) -> None:
         """Lists become tuples: a schedule that was checked must not change."""
         if not all(isinstance(rows, tuple) for rows in (self.actions, *self.actions)):
             object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
         object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "replicas", tuple(self.replicas))
 
     @staticmethod
     def of(actions: Iterable[Iterable[Action]], placement: Placement, name: str = "") -> Schedule:
@@ -43,21 +49,25 @@ class Schedule:
     def from_text(*rows: str, name: str = "") -> Schedule:
         """One string per rank, actions apart by blanks."""
         actions = tuple(tuple(csv.parse_cells(row.split(), rank)) for rank, row in enumerate(rows))
-        return Schedule(actions, _placement(actions), name)
+        placement, replicas = _placement(actions)
+        return Schedule(actions, placement, name, replicas)
 
     @staticmethod
     def from_csv(path: str | Path) -> Schedule:
         """Read a file of ours or torch's; sends and receives are left out, for `lower` to add."""
         rows = csv.read(Path(path))
-        actions = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in rows)
-        return Schedule(actions, _placement(actions), Path(path).stem)
+        actions = tuple(tuple(a for a in row if is_scheduled(a)) for row in rows)
+        placement, replicas = _placement(actions)
+        return Schedule(actions, placement, Path(path).stem, replicas)
 
     def to_csv(self, path: str | Path) -> None:
         Path(path).write_text(csv.render(self.actions), encoding="utf-8")
 
     def __repr__(self) -> str:
         sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
-        return f"Schedule({self.name!r}, {sizes}, num_microbatches={self.num_microbatches})"
+        each = f"num_microbatches={self.num_microbatches}"
+        stream = f", num_minibatches={self.num_minibatches}" if self.is_stream else ""
+        return f"Schedule({self.name!r}, {sizes}, {each}{stream})"
 
     def __str__(self) -> str:
         """A row for each rank."""
@@ -72,21 +82,48 @@ class Schedule:
         return len(self.placement)
 
     @cached_property
-    def num_microbatches(self) -> int:
+    def total_microbatches(self) -> int:
+        """Of all mini-batches."""
         return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
 
+    @cached_property
+    def num_minibatches(self) -> int:
+        """As many as there are steps of the optimizer; one, if it holds none."""
+        steps = (a.version for row in self.actions for a in row if a.kind is Kind.STEP)
+        return max(max(steps, default=1), 1)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one mini-batch."""
+        return self.total_microbatches // self.num_minibatches
+
+    @cached_property
+    def is_stream(self) -> bool:
+        """Whether its actions name versions of weights, and optimizer steps are among them."""
+        return any(a.version != NO_VERSION for row in self.actions for a in row)
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a micro-batch on a stage."""
+        return home(self.placement, self.replicas, stage, microbatch)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return stages_on(self.placement, rank)
+        return stages_on(self.placement, rank, self.replicas)
 
 
-def _placement(actions: Rows) -> Placement:
+def is_scheduled(action: Action) -> bool:
+    """Whether an action of a program is one of its schedule, and not for `lower` to add."""
+    is_step = action.kind is Kind.STEP and action.version != NO_VERSION
+    return action.kind in COMPUTE or is_step
+
+
+def _placement(actions: Rows) -> tuple[Placement, Replicas]:
     """A stage lives where its forwards run: a file does not say it otherwise."""
-    homes = {
-        a.stage: rank
-        for rank, row in reversed(list(enumerate(actions)))
-        for a in row
-        if a.kind is Kind.F
-    }
+    ranks: dict[int, set[int]] = {}
+    for rank, row in enumerate(actions):
+        for action in row:
+            if action.kind is Kind.F:
+                ranks.setdefault(action.stage, set()).add(rank)
+    homes = {stage: min(found) for stage, found in ranks.items()}
     missing = [str(stage) for stage in range(max(homes, default=-1) + 1) if stage not in homes]
     if not homes:
         raise ScheduleError(
@@ -96,4 +133,7 @@ def _placement(actions: Rows) -> Placement:
         raise ScheduleError(
             f"no forward of stage {', '.join(missing[:8])}, but a stage after it has one: add it"
         )
-    return tuple(homes[stage] for stage in range(len(homes)))
+    placement = tuple(homes[stage] for stage in range(len(homes)))
+    counts = tuple(len(ranks[stage]) for stage in range(len(homes)))
+    has_steps = any(a.kind is Kind.STEP for row in actions for a in row)
+    return placement, counts if has_steps and max(counts) > 1 else ()

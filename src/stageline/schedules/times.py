@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stageline.costs import Costs
-from stageline.schedules.action import Kind
-from stageline.schedules.placement import Placement
+from stageline.costs import Costs, Link
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.placement import Placement, Replicas, home
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Times:
 
     costs: Costs
     placement: Placement
+    replicas: Replicas = ()
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -42,6 +43,25 @@ class Times:
         if here == there:
             return 0.0
         return self._all("message")[min(source, target)] / self.costs.link(here, there).bandwidth
+
+    def latency_of(self, send: Action) -> float:
+        """As `latency`, for a message between the ranks that run its micro-batch."""
+        if not self.replicas:
+            return self.latency(send.stage, send.peer)
+        return self._all("transfer")[min(send.stage, send.peer)] + self._link(send).latency
+
+    def link_time(self, send: Action) -> float:
+        """As `on_the_link`, for a message between the ranks that run its micro-batch."""
+        if not self.replicas:
+            return self.on_the_link(send.stage, send.peer)
+        return self._all("message")[min(send.stage, send.peer)] / self._link(send).bandwidth
+
+    def _link(self, send: Action) -> Link:
+        ends = (
+            home(self.placement, self.replicas, stage, send.microbatch)
+            for stage in (send.stage, send.peer)
+        )
+        return self.costs.link(*ends)
 
     def reduction(self, stage: int) -> float:
         """How long the reduction of a stage's gradients takes, beside what its rank computes."""

@@ -34,21 +34,25 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     check_type("costs", costs, Costs, "use sl.Costs(forward=…)", CostsError)
     check(work)
     costs.check_num_stages(len(work.placement))
-    if isinstance(work, Schedule) and any(map(costs.is_set, ("message", "reduce", "step"))):
+    if isinstance(work, Schedule) and (
+        work.is_stream or any(map(costs.is_set, ("message", "reduce", "step")))
+    ):
         work = lower(work)  # messages that queue, reductions and steps have to be written out
-    times = Times(costs, work.placement)
+    times = Times(costs, work.placement, work.replicas)
     if isinstance(work, Schedule):
         return Timeline(_run_schedule(work, times), work.placement, costs, name=work.name)
     spans, sent = _run_program(work, times)
-    return Timeline(spans, work.placement, costs, work.edges, sent, work.name)
+    return Timeline(
+        spans, work.placement, costs, work.edges, sent, work.name, replicas=work.replicas
+    )
 
 
 def _run_schedule(schedule: Schedule, times: Times) -> Spans:
-    numbering = Numbering(schedule.num_stages, schedule.num_microbatches)
+    numbering = Numbering(schedule.num_stages, schedule.total_microbatches)
     lanes = [numbering.lane(row) for row in schedule.actions]
     durations = [0.0] * numbering.num_tasks
     for row, lane in zip(schedule.actions, lanes, strict=True):
-        for (stage, kind, _, _), task in zip(row, lane, strict=True):
+        for (stage, kind, _, _, _), task in zip(row, lane, strict=True):
             durations[task] = times.durations[kind][stage]
     waits = waits_of(numbering, chain(schedule.num_stages), times.latency)
     return _spans(schedule.actions, lanes, run_lanes(lanes, durations, waits))
@@ -63,31 +67,35 @@ def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: Ru
 
 
 def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
-    tasks = program_tasks(program, lambda send: times.latency(send.stage, send.peer))
+    tasks = program_tasks(program, times.latency_of)
     run = run_lanes(tasks.lanes, _program_durations(program, tasks, times), tasks.waits)
-    kept = COMPUTE | {Kind.STEP} if times.ends_with_a_step else COMPUTE
-    rows = tuple(tuple(a for a in row if a.kind in kept) for row in program.actions)
-    lanes = [[tasks.numbers[action] for action in row] for row in rows]
-    return _spans(rows, lanes, run), tuple(_messages(program, tasks, times, run))
+    steps_show = program.schedule.is_stream or times.ends_with_a_step
+    kept = COMPUTE | {Kind.STEP} if steps_show else COMPUTE
+    spans = (
+        tuple(
+            Span(action, run.starts[task], run.ends[task])
+            for action, task in zip(row, lane, strict=True)
+            if action.kind in kept
+        )
+        for row, lane in zip(program.actions, tasks.lanes, strict=False)
+    )
+    return tuple(spans), tuple(_messages(program, tasks, times, run))
 
 
 def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterator[Transfer]:
-    home = program.placement
-    for send, task in tasks.background.items():
+    for (rank, send), task in tasks.background.items():
         if send.kind in TWIN:
-            arrival = run.ends[task] + times.latency(send.stage, send.peer)
-            source, target = home[send.stage], home[send.peer]
-            yield Transfer(source, target, send, run.starts[task], arrival)
+            arrival = run.ends[task] + times.latency_of(send)
+            target = program.routes.home(send.peer, send.microbatch)
+            yield Transfer(rank, target, send, run.starts[task], arrival)
 
 
 def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
     durations = [0.0] * tasks.num_tasks
-    for row in program.actions:
-        for action in row:
-            durations[tasks.numbers[action]] = times.durations[action.kind][action.stage]
-    for action, number in tasks.background.items():
-        if action.kind in TWIN:
-            durations[number] = times.on_the_link(action.stage, action.peer)
-        else:
-            durations[number] = times.reduction(action.stage)
+    for row, lane in zip(program.actions, tasks.lanes, strict=False):
+        for action, task in zip(row, lane, strict=True):
+            durations[task] = times.durations[action.kind][action.stage]
+    for (_, action), task in tasks.background.items():
+        is_message = action.kind in TWIN
+        durations[task] = times.link_time(action) if is_message else times.reduction(action.stage)
     return durations

@@ -45,7 +45,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     num_ranks = dist.get_world_size()
     count = 0
-    for number, name in enumerate(sl.schedule_names()):
+    for number, name in enumerate(sl.schedule_names(synchronous=True)):
         options: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2 * num_ranks}
         options |= {"schedule": name, "recompute": ("never", "always", "except_last")[number % 3]}
         try:

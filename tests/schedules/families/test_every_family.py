@@ -45,7 +45,7 @@ def assert_ascending(schedule: Schedule) -> None:
     """Gradients are added in the order of micro-batches, so that training is bit-identical."""
     microbatches = defaultdict(list)
     for row in schedule.actions:
-        for stage, kind, microbatch, _ in row:
+        for stage, kind, microbatch, _, _ in row:
             if kind is not Kind.F:
                 microbatches[stage, "W" if kind is Kind.B else kind].append(microbatch)
     assert all(order == sorted(order) for order in microbatches.values())
@@ -104,7 +104,7 @@ def test_the_diagram_in_the_docstring_is_what_runs(family: Callable[[int, int], 
 def cells(row: tuple[Span, ...], stages: tuple[int, ...]) -> list[str]:
     """A cell for each slot; the second chunk in lower case."""
     slots: list[str] = []
-    for (stage, kind, microbatch, _), start, end in row:
+    for (stage, kind, microbatch, _, _), start, end in row:
         letter = kind.value if stage == stages[0] else kind.value.lower()
         slots += [".."] * (int(start) - len(slots)) + [f"{letter}{microbatch}"] * int(end - start)
     return slots

@@ -19,7 +19,7 @@ def fill_waits(rows: Sequence[Iterable[Action]], num_stages: int) -> list[list[A
     done: Counter[Step] = Counter()
 
     def is_ready(action: Action) -> bool:
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, _, _ = action
         source = stage - 1 if kind is Kind.F else stage + 1
         return not 0 <= source < num_stages or done[source, kind] > microbatch
 

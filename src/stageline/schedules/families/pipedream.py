@@ -1,0 +1,114 @@
+"""PipeDream (arXiv 1806.03377): 1F1B without a flush, on weights that change on the way.
+
+rank 0 │ F0⁰ F1⁰ F2⁰ B0⁰ F3¹ B1⁰ F4² B2⁰ F5³ B3¹ ..
+rank 1 │ ... F0⁰ F1⁰ B0⁰ F2¹ B1⁰ F3² B2¹ F4³ B3² ..      p = 3, an update for every micro-batch;
+rank 2 │ ... ... F0⁰ B0⁰ F1¹ B1¹ F2² B2² F3³ B3³ ..      the small number is the weights' version
+
+After its warm-up a stage alternates forward and backward, and steps its optimizer as soon as all
+gradients of a mini-batch are there. A backward uses the weights that its forward used (weight
+stashing): stage s of n uses w(t-n+s), s from 1. With `vertical_sync` all stages use w(t-n+1), the
+weights with which the micro-batch entered.
+
+The paper's mini-batch is one micro-batch here. With m of them, gradients of m micro-batches make
+one step, and what the paper says of t holds of mini-batches, rounded up.
+
+A stage on r ranks (`replicas`) gives micro-batch i to rank i mod r of them (1F1B-RR); each of
+these steps when the gradients of all of them are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from stageline.errors import ScheduleError
+from stageline.schedules.action import Action, Kind
+from stageline.schedules.placement import side_by_side
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.stream import Beat, Period, unrolled
+
+VersionOf = Callable[[int, int], int]  # of a stage and a micro-batch, relative to its mini-batch
+
+
+def pipedream(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    num_minibatches: int | None = None,
+    vertical_sync: bool = False,
+    replicas: Sequence[int] | None = None,
+) -> Schedule:
+    counts = checked_replicas(replicas, num_ranks, num_microbatches)
+
+    def version_of(stage: int, microbatch: int) -> int:
+        stage = 0 if vertical_sync else stage
+        own = microbatch // counts[stage]
+        return (own - num_warmup(counts, stage)) * counts[stage] // num_microbatches
+
+    return stream_1f1b(counts, num_microbatches, version_of, num_minibatches)
+
+
+def stream_1f1b(
+    replicas: Sequence[int],
+    num_microbatches: int,
+    version_of: VersionOf,
+    num_minibatches: int | None,
+) -> Schedule:
+    """1F1B that never ends; what a micro-batch uses on a stage is told by `version_of`."""
+    rows = [
+        tuple(
+            _row(stage, replica, count, num_warmup(replicas, stage), num_microbatches, version_of)
+        )
+        for stage, count in enumerate(replicas)
+        for replica in range(count)
+    ]
+    is_replicated = max(replicas) > 1
+    counts = tuple(replicas) if is_replicated else ()
+    period = Period(tuple(rows), side_by_side(replicas), num_microbatches, counts)
+    enough = period.lag + max(3, -(-2 * sum(replicas) // num_microbatches))  # to see it repeat
+    return unrolled(period, num_minibatches or enough)
+
+
+def num_warmup(replicas: Sequence[int], stage: int) -> int:
+    """Forwards that each replica of a stage runs ahead of its backwards."""
+    return (sum(replicas[stage:]) - 1) // replicas[stage]
+
+
+def _row(
+    stage: int,
+    replica: int,
+    num_replicas: int,
+    num_ahead: int,
+    num_microbatches: int,
+    version_of: VersionOf,
+) -> Iterator[Beat]:
+    """Forward i, then backward i - `num_ahead`, in the micro-batches of one replica."""
+    own = range(replica, num_microbatches, num_replicas)
+    for i, microbatch in enumerate(own):
+        version = version_of(stage, microbatch)
+        yield Beat(Action(stage, Kind.F, microbatch, version=version))
+        back, position = divmod(i - num_ahead, len(own))
+        version = version_of(stage, own[position])
+        yield Beat(Action(stage, Kind.B, own[position], version=version), -back)
+        if position == len(own) - 1:
+            yield Beat(Action(stage, Kind.STEP, version=1), -back)
+
+
+def checked_replicas(
+    replicas: Sequence[int] | None, num_ranks: int, num_microbatches: int
+) -> tuple[int, ...]:
+    if replicas is None:
+        return (1,) * num_ranks
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
+    are_sizes = all(type(count) is int and count > 0 for count in counts)
+    if not are_sizes or sum(counts) != num_ranks:
+        raise ScheduleError(
+            f"replicas is {replicas!r}, but {num_ranks} ranks need a number from 1 up for each "
+            f"stage, with the sum {num_ranks}"
+        )
+    for count in counts:
+        if num_microbatches % count:
+            raise ScheduleError(
+                f"num_microbatches is {num_microbatches}, but a stage on {count} ranks gives them "
+                f"out in turns and needs a multiple of {count}: use one, or other replicas"
+            )
+    return counts
