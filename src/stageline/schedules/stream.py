@@ -15,24 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from stageline.errors import ScheduleError
-from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_VERSION, WHOLE_BATCH, Action, Kind
+from stageline.schedules.edges import Edge, Routes
 from stageline.schedules.placement import Placement, Replicas
 from stageline.schedules.schedule import Schedule
 
 
 class Beat(NamedTuple):
-    """An action of a period.
+    """An action of a period; its micro-batch counts within its own mini-batch."""
 
-    Its micro-batch counts within its own mini-batch, and its version is relative to the number of
-    that: 0 are the weights after all steps of the mini-batches before.
-    """
-
-    action: Action
+    action: Action  # names no version
     lag: int = 0  # how many mini-batches its own came before the one that begins the segment
+    version: int = 0  # of its weights: 0 has all steps of the mini-batches before its own
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,11 @@ class Period:
     placement: Placement
     num_microbatches: int
     replicas: Replicas = ()
+    edges: tuple[Edge, ...] = ()  # of a program
+
+    @cached_property
+    def routes(self) -> Routes:
+        return Routes(self.edges, self.placement, self.replicas)
 
     @property
     def lag(self) -> int:
@@ -53,9 +57,9 @@ class Period:
 def unrolled(period: Period, num_minibatches: int, name: str = "") -> Schedule:
     """The stream of so many mini-batches.
 
-    >>> F, B, S = (Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.STEP, version=1))
-    >>> F, B = F._replace(version=-1), B._replace(version=-1)
-    >>> print(unrolled(Period(((Beat(F), Beat(B, 1), Beat(S, 1)),), (0,), 1), 3))
+    >>> F, B, S = Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.STEP)
+    >>> period = Period(((Beat(F, version=-1), Beat(B, 1, -1), Beat(S, 1, +1)),), (0,), 1)
+    >>> print(unrolled(period, 3))
     0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3
     """
     rows = (tuple(_unrolled(row, period, num_minibatches)) for row in period.rows)
@@ -65,18 +69,19 @@ def unrolled(period: Period, num_minibatches: int, name: str = "") -> Schedule:
 def _unrolled(row: Iterable[Beat], period: Period, num_minibatches: int) -> Iterator[Action]:
     beats = list(row)
     for segment in range(num_minibatches + period.lag):
-        for action, lag in beats:
-            minibatch = segment - lag
+        for beat in beats:
+            minibatch = segment - beat.lag
             if 0 <= minibatch < num_minibatches:
-                yield at(action, minibatch, period.num_microbatches)
+                yield at(beat, minibatch, period.num_microbatches)
 
 
-def at(action: Action, minibatch: int, num_microbatches: int) -> Action:
-    """An action of a period, in a mini-batch of the stream; the first use the first weights."""
-    version = max(0, minibatch + action.version)
-    if action.microbatch == WHOLE_BATCH:
-        return action._replace(version=version)
-    microbatch = minibatch * num_microbatches + action.microbatch
+def at(beat: Beat, minibatch: int, size: int) -> Action:
+    """An action of a period, in one of the mini-batches; the first ones use the first weights."""
+    action = beat.action
+    is_whole = action.microbatch == WHOLE_BATCH
+    microbatch = WHOLE_BATCH if is_whole else minibatch * size + action.microbatch
+    has_version = is_whole or action.kind in COMPUTE
+    version = max(0, minibatch + beat.version) if has_version else NO_VERSION
     return action._replace(microbatch=microbatch, version=version)
 
 
@@ -101,17 +106,18 @@ def _period(schedule: Schedule, segment: int) -> Period:
     rows = []
     for row in schedule.actions:
         first, behind = segment_bounds(row, size, schedule.num_minibatches)[segment]
-        rows.append(tuple(_beat(action, segment, size) for action in row[first:behind]))
+        rows.append(tuple(beat_of(action, segment, size) for action in row[first:behind]))
     return Period(tuple(rows), schedule.placement, size, schedule.replicas)
 
 
-def _beat(action: Action, segment: int, size: int) -> Beat:
+def beat_of(action: Action, segment: int, size: int) -> Beat:
+    """An action of a stream, as one of a period."""
     minibatch = minibatch_of(action, size)
-    version = action.version - minibatch
-    if action.microbatch == WHOLE_BATCH:
-        return Beat(action._replace(version=version), segment - minibatch)
-    microbatch = action.microbatch % size
-    return Beat(action._replace(microbatch=microbatch, version=version), segment - minibatch)
+    is_whole = action.microbatch == WHOLE_BATCH
+    microbatch = WHOLE_BATCH if is_whole else action.microbatch % size
+    version = 0 if action.version == NO_VERSION else action.version - minibatch
+    local = action._replace(microbatch=microbatch, version=NO_VERSION)
+    return Beat(local, segment - minibatch, version)
 
 
 def segment_bounds(row: Iterable[Action], size: int, num_minibatches: int) -> list[tuple[int, int]]:
@@ -154,6 +160,6 @@ def _with_steps(row: Iterable[Action]) -> Iterator[Beat]:
     row = list(row)
     last = {a.stage: position for position, a in enumerate(row) if a.kind in (Kind.W, Kind.B)}
     for position, action in enumerate(row):
-        yield Beat(action._replace(version=0))
+        yield Beat(action)
         if last.get(action.stage) == position:
-            yield Beat(Action(action.stage, Kind.STEP, version=1))
+            yield Beat(Action(action.stage, Kind.STEP), version=1)

@@ -125,7 +125,7 @@ def stepped_too_late(facts: StreamFacts) -> Iterator[Offence]:
         for cell, action in row:
             if action.kind is Kind.STEP:
                 made = action.version
-            elif action.kind in GRADIENTS and facts.made_from(action) > made + 1:
+            elif action.kind is not Kind.F and facts.made_from(action) > made + 1:
                 step = Action(action.stage, Kind.STEP, version=made + 1)
                 yield Offence([cell], {"action": action, "step": step})
 

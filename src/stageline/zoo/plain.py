@@ -34,31 +34,28 @@ def train_plainly(
     batch_norm: str = "minibatch",
 ) -> list[float]:
     """A step of the optimizer for each batch; gives back the losses."""
-    doubles = _untie(layers)
+    doubles = untie(layers)
     norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):
-            sizes = _even(len(target), num_microbatches)
-            parts = zip(_cut(inputs, sizes), _cut(target, sizes), strict=True)
+            sizes = even_sizes(len(target), num_microbatches)
+            parts = zip(cut(inputs, sizes), cut(target, sizes), strict=True)
             loss = 0.0
-            with _statistics(norms if batch_norm == "minibatch" else []):
+            with statistics(norms if batch_norm == "minibatch" else []):
                 for microbatch, (part, wanted) in enumerate(parts):
-                    output = _forward(layers, part, seed, step, microbatch)
+                    output = forward(layers, part, seed, step, microbatch)
                     share = loss_fn(output, wanted) * (len(wanted) / len(target))
                     share.backward()  # type: ignore[no-untyped-call]  # torch's own
                     loss += float(share.detach())
-            for weight, double in doubles:
-                assert weight.grad is not None
-                assert double.grad is not None
-                weight.grad, double.grad = weight.grad + double.grad, None
+            add_up(doubles)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)
     return losses
 
 
-def _forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatch: int) -> Any:
+def forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatch: int) -> Any:
     """All layers one after another, each given the values that it names and its own seed."""
     values = dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
     written: Any = ()
@@ -70,21 +67,21 @@ def _forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatc
     return written[0]
 
 
-def _even(num_samples: int, num_microbatches: int) -> list[int]:
+def even_sizes(num_samples: int, num_microbatches: int) -> list[int]:
     """Sizes that differ by one at most, larger ones first, none of them zero."""
     each, more = divmod(num_samples, num_microbatches)
     sizes = [each + 1] * more + [each] * (num_microbatches - more)
     return [size for size in sizes if size]
 
 
-def _cut(batch: Any, sizes: list[int]) -> list[Any]:
+def cut(batch: Any, sizes: list[int]) -> list[Any]:
     if isinstance(batch, dict):
-        columns = {name: _cut(item, sizes) for name, item in batch.items()}
+        columns = {name: cut(item, sizes) for name, item in batch.items()}
         return [{name: column[i] for name, column in columns.items()} for i in range(len(sizes))]
     return list(torch.split(batch, sizes)) if isinstance(batch, Tensor) else [batch] * len(sizes)
 
 
-def _untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
+def untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """In layers after its first, a weight has a double in the same memory that gathers alone."""
     first: dict[nn.Parameter, int] = {}
     doubles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
@@ -97,8 +94,16 @@ def _untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return [(weight, double) for (weight, _), double in doubles.items()]
 
 
+def add_up(doubles: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """What the doubles gathered goes to their weights, in the order of layers."""
+    for weight, double in doubles:
+        assert weight.grad is not None
+        assert double.grad is not None
+        weight.grad, double.grad = weight.grad + double.grad, None
+
+
 @contextmanager
-def _statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Running statistics take in the mini-batch once, whatever torch did to them meanwhile."""
     seen: dict[nn.Module, list[Moments]] = {norm: [] for norm in norms}
     before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}

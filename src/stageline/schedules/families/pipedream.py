@@ -84,13 +84,12 @@ def _row(
     """Forward i, then backward i - `num_ahead`, in the micro-batches of one replica."""
     own = range(replica, num_microbatches, num_replicas)
     for i, microbatch in enumerate(own):
-        version = version_of(stage, microbatch)
-        yield Beat(Action(stage, Kind.F, microbatch, version=version))
+        yield Beat(Action(stage, Kind.F, microbatch), version=version_of(stage, microbatch))
         back, position = divmod(i - num_ahead, len(own))
         version = version_of(stage, own[position])
-        yield Beat(Action(stage, Kind.B, own[position], version=version), -back)
+        yield Beat(Action(stage, Kind.B, own[position]), -back, version)
         if position == len(own) - 1:
-            yield Beat(Action(stage, Kind.STEP, version=1), -back)
+            yield Beat(Action(stage, Kind.STEP), -back, version=1)
 
 
 def checked_replicas(
