@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -30,8 +31,9 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.drivers import Driver, Serial, Threads
-from stageline.runtime.executor import Executor, Purpose, Step, Trace, gathered
+from stageline.runtime.drivers import Driver, Serial, Threads, run_once
+from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace, gathered
+from stageline.runtime.guard import Guard
 from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.move import (
@@ -49,17 +51,28 @@ from stageline.runtime.options import (
     ACCUMULATE,
     BACKENDS,
     check_choice,
+    check_owned,
     edges_of,
+    is_asynchronous,
     recompute_modes,
     schedule_of,
 )
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
-from stageline.runtime.peers import Alone, Group, Loss, Peers, local
+from stageline.runtime.peers import Alone, Group, Loss, Peers, Told, local
 from stageline.runtime.processes import Processes
 from stageline.runtime.stage import Stage, Target
+from stageline.runtime.stepper import (
+    MakeOptimizer,
+    MakeScheduler,
+    StageOptimizer,
+    Stepper,
+)
+from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
-from stageline.schedules.lower import lower
+from stageline.schedules.placement import ranks_of
+from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.stream import streamed
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -72,19 +85,36 @@ class Closes(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives back, beside the gradients in the parameters."""
+    """What a step gives back, beside the gradients in the parameters.
 
-    fetch: Callable[[], list[Loss]] = field(repr=False)
+    With several processes it is waited for when something of it is read, and not before.
+    """
+
+    fetch: Callable[[], Told] = field(repr=False)
 
     @cached_property
-    def losses(self) -> list[Loss]:
-        """By micro-batch; with several processes they are waited for here, and not before."""
+    def told(self) -> Told:
         return self.fetch()
+
+    @property
+    def losses(self) -> list[Loss]:
+        """By micro-batch."""
+        return self.told.losses
 
     @property
     def loss(self) -> Tensor:
         """The loss of the mini-batch: the mean over its samples."""
         return torch.stack([loss * weight for loss, weight in self.losses]).sum()
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The stages that made no step, because their gradients were not finite."""
+        return tuple(stage for stage, update in self.told.updates.items() if update.is_skipped)
+
+    @property
+    def update_norms(self) -> dict[int, float]:
+        """By stage, how far its weights moved; of gradients where that is not watched."""
+        return {stage: update.norm for stage, update in self.told.updates.items()}
 
 
 class Pipeline:
@@ -101,6 +131,11 @@ class Pipeline:
     rounding. `devices` has one for each rank. Weights of a model on the meta device are made here,
     by `init(layer)` or by their modules' own `reset_parameters()`; with several processes each
     makes those of its stages only.
+
+    With `optimizer`, a function of parameters, every stage has one of its own, which steps as soon
+    as its gradients are complete, and `run` streams mini-batches; asynchronous schedules need it.
+    `scheduler`, a function of an optimizer, steps after each of its steps. `vertical_sync` and
+    `replicas` are for 'pipedream'.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=4)
@@ -131,6 +166,11 @@ class Pipeline:
         count_fn: Callable[[Any], float | Tensor] | None = None,
         init: Init | None = None,
         seed: int = 0,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+        max_norm: float | None = None,
+        vertical_sync: bool | None = None,
+        replicas: Sequence[int] | None = None,
     ) -> None:
         layers = LayerSequence.of(model)
         if plan is not None:
@@ -155,17 +195,25 @@ class Pipeline:
         self.model = model if isinstance(model, nn.Module) else self.layers.modules
         self.batch_norm, self.accumulate, self.offload = batch_norm, accumulate, offload
         self.seed, self.num_steps = seed, 0
-        self.schedule = schedule_of(schedule, num_ranks, num_microbatches)
+        self.schedule = schedule_of(schedule, num_ranks, num_microbatches, vertical_sync, replicas)
+        self.is_asynchronous = is_asynchronous(self.schedule)
+        check_owned(self.schedule, optimizer, scheduler, max_norm, backend)
+        self.max_norm = max_norm
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
-        self.homes = ranks_of(self.cut, self.schedule.placement)  # of the layers
+        self.homes = homes_of(self.cut, self.schedule.placement)  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
+        self.homes = self._nearest(self.homes)
         places = self._places()
         materialise(self.layers, places, places.__getitem__, seed, init)
         self.tied = self._settle()
         self.peers.share_weights(self.tied, self.homes)
+        self.peers.share_with_siblings(self.state_dict().values())
+        self.owns_optimizer = optimizer is not None
         self.executor = self._staged(recompute_modes(recompute, self.schedule.num_stages))
+        self.stepper = self._owned(optimizer, scheduler) if optimizer else None
+        self.is_streaming = self.is_traced = False
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.desk: Closes | None = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
@@ -175,12 +223,61 @@ class Pipeline:
 
         `named` are further inputs, for layers that read them by these names.
         """
+        if self.is_asynchronous:
+            raise ModelError(
+                f"step was called, but {self.schedule.name!r} has several mini-batches on their "
+                "way at a time: use for result in pipe.run(loader)"
+            )
+        self._check_idle()
         step = self._training_step(inputs, target, named)
         self._run(step)
         self.num_steps += 1
         self.peers.share_input_gradients(step)
         self._pass_back(step)
-        return StepResult(self.peers.losses(step))
+        if self.stepper is not None:
+            self._step_all(self.stepper, step)
+        return StepResult(self.peers.told(step))
+
+    def run(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[StepResult]:
+        """Train on every mini-batch of `loader`, one after another with no barrier between them.
+
+        It gives back their results in order, each `pipe.ahead` mini-batches after it went in: these
+        are on their way meanwhile. They are finished when the loader ends or raises, and when the
+        loop over the results is left. All ranks call it, and leave it at the same result.
+
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> pipe = Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=1,
+        ...     schedule="pipedream", optimizer=lambda weights: torch.optim.SGD(weights, 0.1))
+        >>> data = [(torch.ones(4, 4), torch.zeros(4, 1))] * 8
+        >>> losses = [float(result.loss) for result in pipe.run(data)]
+        >>> len(losses), losses[-1] < losses[0]
+        (8, True)
+        """
+        if self.stepper is None:
+            raise ModelError(
+                "run was called, but the optimizer is not the pipeline's: give it one with "
+                "optimizer=lambda params: SGD(params, lr=0.1), or use step"
+            )
+        self._check_idle()
+        if self.needs_barriers:
+            return (self.step(inputs, target) for inputs, target in loader)
+        return self._stream(self.stepper, loader)
+
+    @property
+    def ahead(self) -> int:
+        """How many mini-batches after its own a result of `run` is given back."""
+        return 0 if self.needs_barriers else self.executor.period.lag + 1
+
+    @property
+    def needs_barriers(self) -> bool:
+        """Weights on several ranks, and the norm of all gradients, are known at the end only."""
+        return self.max_norm is not None or bool(self.tied.by_weight and not self.is_asynchronous)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those that the pipeline owns, by stage; with several processes, those of this one."""
+        own = self.stepper.own.values() if self.stepper else ()
+        return tuple(each.optimizer for each in own if each is not None)
 
     def __call__(self, inputs: Any, **named: Any) -> Any:
         """The output for a batch.
@@ -189,7 +286,13 @@ class Pipeline:
         run now, all backwards when its gradient arrives. In evaluation, or under `torch.no_grad()`,
         it has no graph.
         """
+        self._check_idle()
         is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
+        if is_trained and self.is_asynchronous:
+            raise ModelError(
+                f"the pipeline was called in training, but {self.schedule.name!r} needs its loss: "
+                "use pipe.run(loader), or pipe.eval() for outputs"
+            )
         step = self._start(inputs, named, self._pieces(inputs, named))
         step.purpose = Purpose.FILL if is_trained else Purpose.EVALUATE
         self._run(step)
@@ -205,6 +308,11 @@ class Pipeline:
         Compared are the losses, all gradients and buffers. The model is left as it was; a second
         copy of it and of its gradients must fit in memory.
         """
+        if self.is_asynchronous:
+            raise ModelError(
+                f"verify was called, but {self.schedule.name!r} does not give the numbers of a "
+                "plain loop, by design: verify a synchronous schedule of the same model"
+            )
         inputs, target, named = detached((inputs, target, named))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
@@ -271,14 +379,17 @@ class Pipeline:
         """The measured timeline of the last step in the block, in ms; empty until it ends."""
         nothing = ((),) * self.schedule.num_ranks
         timeline = Timeline(nothing, self.schedule.placement, balance=self.balance)
-        self._last = None
-        yield timeline
+        self._last, self.is_traced = None, True
+        try:
+            yield timeline
+        finally:
+            self.is_traced = False
         self._measure(timeline, self._last)
 
     def _measure(self, timeline: Timeline, trace: Trace | None) -> None:
         if trace is not None:
             trace = trace._replace(moments=self.peers.moments(trace.moments))
-            measured.fill(timeline, trace, self.schedule)
+            measured.fill(timeline, trace, self.schedule, self.executor.period)
 
     def replan(
         self,
@@ -317,6 +428,8 @@ class Pipeline:
         """
         if self.desk is not None:
             self.desk.close()
+        if self.stepper is not None:
+            self.stepper.release()
         self.driver.close()
         self.peers.close()
 
@@ -382,8 +495,11 @@ class Pipeline:
         if backend == "threads":
             return Threads(self.devices), Alone()
         schedule = self.schedule
-        place = find_place(mesh, schedule.num_ranks, timeout)
-        peers = Group(place, schedule.placement[-1], schedule.num_microbatches)
+        stages = range(schedule.num_stages)
+        turns = [ranks_of(schedule.placement, schedule.replicas, stage) for stage in stages]
+        place = find_place(mesh, schedule.num_ranks, timeout, turns if schedule.replicas else ())
+        sizes = schedule.num_microbatches, schedule.num_stages
+        peers = Group(place, schedule.placement[-1], *sizes)
         driver = Processes(place, self.devices[peers.rank], timeout, self._reduce)
         peers.guard = driver.guarded
         return driver, peers
@@ -408,7 +524,109 @@ class Pipeline:
             memory = host_memory(device) if self.offload and device is not None else None
             shared = self.tied, self.batch_norm, self.accumulate
             stages.append(Stage(self.layers, numbers, values, *shared, device, memory))
-        return Executor(lower(self.schedule, edges), self.layers, stages, recompute)
+        schedule = self.schedule
+        if self.owns_optimizer and not schedule.is_stream:
+            schedule = streamed(schedule, 1)
+        return Executor(routine(schedule, edges), self.layers, stages, recompute)
+
+    def _owned(
+        self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None
+    ) -> Stepper:
+        """Of each stage that is here, on the weights that no earlier one has."""
+        own: dict[int, StageOptimizer | None] = {}
+        taken: set[nn.Parameter] = set()
+        for number, part in enumerate(self.cut):
+            if self.peers.has(self.homes[part[0]]):
+                layers = (self.layers.layers[layer] for layer in part)
+                found = dict.fromkeys(p for layer in layers for p in layer.module.parameters())
+                fresh = [parameter for parameter in found if parameter not in taken]
+                taken |= set(fresh)
+                own[number] = StageOptimizer.of(fresh, make_optimizer, make_scheduler)
+        share = self.peers.finish, self.peers.seen_by_replicas
+        return Stepper(self.executor.stages, own, *share, watches=self.is_asynchronous)
+
+    def _step_all(self, stepper: Stepper, step: Step) -> None:
+        """After a mini-batch whose gradients are all there."""
+        if self.max_norm is not None:
+            self.clip_grad_norm_(self.max_norm)
+        for number in stepper.own:
+            step.updates[number] = stepper.step_now(number)
+
+    def _stream(self, stepper: Stepper, loader: Iterable[tuple[Any, Any]]) -> Iterator[StepResult]:
+        guard, looked_at = Guard(), deque[tuple[int, StepResult]]()
+        with self._streaming(stepper) as stream:
+            running = self.driver.start(self.executor, stream)
+            steps = self._fed(loader)
+            with closing(finished(running, stream, steps, self.ahead, stepper.check)) as done:
+                for step in done:
+                    result = StepResult(self.peers.told(step))
+                    looked_at.append((step.number, result))
+                    # so late that no rank has to wait for another to tell it
+                    if self.is_asynchronous and len(looked_at) > self.ahead + 1:
+                        number, before = looked_at.popleft()
+                        if warning := guard.look(number, before.told):
+                            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+                    yield result
+
+    def _fed(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Step]:
+        for inputs, target in loader:
+            step = self._training_step(inputs, target, {})
+            if not self.has_agreed:
+                self.peers.agree(self._signature(step))
+                self.has_agreed = True
+            self.num_steps += 1
+            yield step
+
+    @contextmanager
+    def _streaming(self, stepper: Stepper) -> Iterator[Stream]:
+        """Stages keep versions of their weights meanwhile, where they need them."""
+        self._check_idle()
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            raise ModelError(
+                "some parameters have gradients, but a stream begins without: call zero_grad()"
+            )
+        stream = Stream(stepper=stepper, is_traced=self.is_traced)
+        stages = [
+            stage for number, stage in enumerate(self.executor.stages) if number in stepper.own
+        ]
+        trusted = [stage.silent.trusts for stage in stages]
+        self.peers.begin(())
+        stepper.begin()
+        self.is_streaming = True
+        try:
+            for stage in stages:
+                stage.keep_versions(self.executor.depth_of(stage))
+                # with threads, the caller may draw from torch's generator at any time
+                stage.silent.trusts &= not isinstance(self.driver, Threads)
+            yield stream
+        finally:
+            self.is_streaming = False
+            for stage, trusts in zip(stages, trusted, strict=True):
+                stage.versions = None
+                stage.silent.trusts = trusts
+                stage.statistics.seen.clear()
+            for parameter in self.parameters():
+                parameter.grad = None
+            self._last = Trace(
+                stream.moments, Purpose.TRAIN, self.schedule.num_microbatches, stream.length
+            )
+
+    def _check_idle(self) -> None:
+        if self.is_streaming:
+            raise ModelError(
+                "a stream of run is on its way, but only one thing can be done at a time: use up "
+                "its results, or close() it"
+            )
+
+    def _nearest(self, homes: list[int]) -> list[int]:
+        """Of a layer that several ranks hold, the rank that is here, if it is one of them."""
+        nearest = list(homes)
+        for stage, part in enumerate(self.cut):
+            for rank in ranks_of(self.schedule.placement, self.schedule.replicas, stage):
+                if self.schedule.replicas and self.peers.has(rank):
+                    for number in part:
+                        nearest[number] = rank
+        return nearest
 
     def _observed(
         self,
@@ -430,7 +648,7 @@ class Pipeline:
     ) -> None:
         """Nothing changes unless all processes can do their part."""
         parts = cut(self.layers, self.schedule.num_stages, balance)
-        homes = ranks_of(parts, self.schedule.placement)
+        homes = homes_of(parts, self.schedule.placement)
         moves = moves_of(self.layers, self.homes, homes, self.peers)
         self.peers.everywhere(lambda: check_room(moves, optimizer, everywhere, self.peers))
         self.cut, self.homes = parts, homes
@@ -470,7 +688,7 @@ class Pipeline:
             self.peers.begin(self.parameters())
         before = torch.get_rng_state()
         try:
-            self.driver.run(self.executor, step)
+            moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
@@ -479,11 +697,11 @@ class Pipeline:
                 self.peers.reduce(weight for weight, _ in self.tied.by_weight if weight in here)
                 self.peers.finish()
             for each in statistics:
-                each.update(self.peers.seen_by_replicas)
+                each.update(step.number, self.peers.seen_by_replicas)
         finally:
             for each in statistics:
                 each.seen.clear()
-        self._last = Trace(step.moments, step.purpose, len(step.inputs))
+        self._last = Trace(moments, step.purpose, len(step.inputs))
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""
@@ -536,7 +754,7 @@ class Pipeline:
         return [1.0 / total if total else 0.0] * len(pieces)
 
 
-def ranks_of(parts: Sequence[range], placement: Sequence[int]) -> list[int]:
+def homes_of(parts: Sequence[range], placement: Sequence[int]) -> list[int]:
     """Of the layers, in their order."""
     return [rank for rank, part in zip(placement, parts, strict=True) for _ in part]
 

@@ -121,7 +121,7 @@ def _seen(solo: Solo, number: int) -> tuple[Seen, dict[Value, Any]]:
         run = solo.forward(number, in_halves=True)
     until_input_grad = _storages(_held(boxes, run.waiting.graphs[0].calls))
     solo.backward(run, solo.ones(run))
-    owed = run.waiting.owed[0]
+    owed, _ = run.waiting.owed[0]
     until_weight_grad = _storages(_held(boxes, owed))
     gradients = (gradient for call in owed for gradient in call.gradients if gradient is not None)
     waiting = sum(_storages(gradients).values())

@@ -44,7 +44,8 @@ class Moments(NamedTuple):
         return Moments(samples, mean, self.squares + other.squares + apart.square() * weight)
 
 
-Seen = dict[int, list[Moments]]  # by number of the module, in the order of micro-batches
+# By number of the module, in the order of micro-batches, whose numbers they are.
+Seen = dict[int, list[tuple[int, Moments]]]
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Statistics:
 
     modules: list[_BatchNorm]
     mode: str
-    seen: dict[int, list[tuple[int, Moments]]] = field(default_factory=dict)  # by id of the buffer
+    # by id of the buffer, and by step and micro-batch
+    seen: dict[int, list[tuple[tuple[int, int], Moments]]] = field(default_factory=dict)
 
     @staticmethod
     def of(modules: Iterable[nn.Module], mode: str) -> Statistics:
@@ -61,7 +63,7 @@ class Statistics:
         return Statistics([n for n in norms if isinstance(n, _BatchNorm)], mode)
 
     @contextmanager
-    def watch(self, microbatch: int, *, again: bool) -> Iterator[None]:
+    def watch(self, step: int, microbatch: int, *, again: bool) -> Iterator[None]:
         """Around a forward; `again` if it is a recomputation."""
         tracked = [norm for norm in self.modules if norm.training and norm.track_running_stats]
         if not tracked or (self.mode == "microbatch" and not again):
@@ -69,28 +71,33 @@ class Statistics:
             return
         counts = [_count(norm).clone() for norm in tracked]
         try:
-            with _Untracked(self._note(microbatch) if not again else None):
+            with _Untracked(self._note((step, microbatch)) if not again else None):
                 yield
         finally:
             for norm, count in zip(tracked, counts, strict=True):
                 _count(norm).copy_(count)
 
-    def _note(self, microbatch: int) -> Callable[[Tensor, Tensor], None]:
+    def _note(self, when: tuple[int, int]) -> Callable[[Tensor, Tensor], None]:
         def note(running_mean: Tensor, x: Tensor) -> None:
-            self.seen.setdefault(id(running_mean), []).append((microbatch, Moments.of(x)))
+            self.seen.setdefault(id(running_mean), []).append((when, Moments.of(x)))
 
         return note
 
-    def update(self, of_replicas: Callable[[Seen], Seen]) -> None:
+    def update(self, step: int, of_replicas: Callable[[Seen], Seen]) -> None:
         """At the end of a step: what all replicas saw goes into the running statistics."""
-        seen = {}
+        seen: Seen = {}
         for number, norm in enumerate(self.modules):
-            if found := self.seen.pop(id(norm.running_mean), None):
-                seen[number] = [moments for _, moments in sorted(found, key=lambda pair: pair[0])]
-        self.seen.clear()
+            found = self.seen.get(id(norm.running_mean), [])
+            if own := sorted((pair for pair in found if pair[0][0] == step), key=_when):
+                seen[number] = [(microbatch, moments) for (_, microbatch), moments in own]
+                found[:] = [pair for pair in found if pair[0][0] != step]
         if self.modules:
             for number, moments in of_replicas(seen).items():
-                _update(self.modules[number], reduce(Moments.join, moments))
+                _update(self.modules[number], reduce(Moments.join, (each for _, each in moments)))
+
+
+def _when(noted: tuple[tuple[int, int], Moments]) -> tuple[int, int]:
+    return noted[0]
 
 
 def _update(norm: _BatchNorm, moments: Moments) -> None:

@@ -3,6 +3,9 @@
 A rank is a generator: it yields the send whose message it needs next, and is given the message. A
 driver decides what waiting means: `serial` lets another rank go on, `threads` blocks.
 
+A mini-batch begins a segment. In it a rank runs its period once, for this mini-batch and for those
+before that are still on their way; what is left then runs in segments that no mini-batch begins.
+
 What an action reads, awaits and sends is worked out once, before any data comes: with emulated
 devices a millisecond of ours is a millisecond of theirs.
 """
@@ -18,14 +21,19 @@ from typing import Any, NamedTuple, Protocol
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting, sums
-from stageline.schedules.action import Action, Kind
-from stageline.schedules.program import Program
+from stageline.runtime.stepper import Stepper, Update
+from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.edges import Routes
+from stageline.schedules.stream import Beat, Period
 
 Contents = dict[Value, Any]  # values, or gradients of values
-Rank = Generator[Action, "Message", None]
+Parcel = tuple[int, Action]  # a message: of which mini-batch, and its send
+Rank = Generator[Parcel, "Message", None]
 
 FORWARDS = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
-BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD})
+BACKWARDS = frozenset(
+    {Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD, Kind.STEP}
+)
 
 
 class Purpose(Enum):
@@ -55,10 +63,10 @@ class Message(NamedTuple):
 class Transport(Protocol):
     """How messages travel; the executor knows nothing else about where ranks live."""
 
-    def send(self, send: Action, message: Message) -> None:
+    def send(self, parcel: Parcel, message: Message) -> None:
         """Hand a message over, and go on."""
 
-    def expect(self, receive: Action) -> None:
+    def expect(self, minibatch: int, receive: Action) -> None:
         """A message will be needed: it may come from now on."""
 
     def reduce(self, stage: int) -> None:
@@ -73,18 +81,22 @@ class Moment(NamedTuple):
     sent: float  # the last of them; 0 if there was none from another rank
     start: float
     end: float
+    minibatch: int = 0
 
 
 class Task(NamedTuple):
     """One action of a rank's program, with all that is known of it before the data."""
 
     action: Action
-    stage: Stage | None  # none in a receive, which is awaited where its message is needed
+    stage: Stage | None  # of what computes
     awaits: tuple[tuple[Action, bool], ...]  # messages, and whether they come from another rank
     gives: tuple[tuple[Action, bool, tuple[Value, ...]], ...]  # and what of its values goes there
     in_halves: bool  # the backward of this micro-batch comes as I and W
     waits: bool  # between this forward and its backward the rank does something else
-    ahead: tuple[Stage, int, int] | None  # whose backward is next: stage, its number, micro-batch
+    ahead: Beat | None  # the backward that is next, if one is
+    lag: int  # how many mini-batches its own came before the one that begins the segment
+    version: int  # of the weights, relative to the number of its mini-batch
+    depth: int  # how many versions before the one that a step makes are still in use after it
 
 
 @dataclass
@@ -103,8 +115,32 @@ class Step:
     output_gradients: list[Contents] = field(default_factory=list)  # by micro-batch, to drain with
     input_gradients: dict[tuple[int, Value], Any] = field(default_factory=dict)  # by micro-batch
     waiting: dict[int, Waiting] = field(default_factory=dict)  # by stage
+    updates: dict[int, Update] = field(default_factory=dict)  # by stage
+
+
+class Boxes(NamedTuple):
+    """What a rank keeps for itself between two segments."""
+
+    inbox: dict[Parcel, Message]  # messages between two stages of this rank
+    outbox: dict[Parcel, Message]  # made, and not yet sent
+
+
+@dataclass
+class Stream:
+    """Mini-batches on their way, one after another; often there is just one."""
+
+    purpose: Purpose = Purpose.TRAIN
+    stepper: Stepper | None = None  # None: the optimizer is not ours
+    steps: dict[int, Step] = field(default_factory=dict)  # those on their way, by number
+    length: int = 0  # how many there have been
+    is_traced: bool = True  # whether moments are noted: an endless stream has too many
     moments: dict[int, list[Moment]] = field(default_factory=dict)  # by rank
-    now: dict[int, Action] = field(default_factory=dict)  # by rank, for errors
+    now: dict[int, Parcel] = field(default_factory=dict)  # what each rank does, for errors
+    boxes: dict[int, Boxes] = field(default_factory=dict)  # by rank
+
+    def add(self, step: Step) -> None:
+        self.steps[self.length] = step
+        self.length += 1
 
 
 class Trace(NamedTuple):
@@ -113,19 +149,20 @@ class Trace(NamedTuple):
     moments: dict[int, list[Moment]]
     purpose: Purpose
     num_microbatches: int
+    num_minibatches: int = 1
 
 
 class Executor:
     """Carries out a program on stages that stay. It has no state but theirs."""
 
     def __init__(
-        self, program: Program, layers: LayerSequence, stages: list[Stage], recompute: Sequence[str]
+        self, period: Period, layers: LayerSequence, stages: list[Stage], recompute: Sequence[str]
     ) -> None:
-        self.program, self.layers, self.stages = program, layers, stages
+        self.period, self.layers, self.stages = period, layers, stages
         self.recompute = recompute  # by stage
         self.last = len(stages) - 1
         self.inputs = [_inputs(layers, stage.numbers) for stage in stages]
-        self.tasks = _tasks(program, layers, stages)
+        self.tasks = _tasks(period, layers, stages)
         self.parcels = {  # what each message holds
             message: values
             for row in self.tasks
@@ -133,66 +170,99 @@ class Executor:
             for message, _, values in task.gives
         }
 
-    def run(self, rank: int, step: Step, transport: Transport) -> Rank:
-        kinds, num_microbatches = KINDS[step.purpose], len(step.inputs)
-        inbox: dict[Action, Message] = {}  # messages between two stages of this rank
-        outbox: dict[Action, Message] = {}  # made, and not yet sent
-        moments = step.moments.setdefault(rank, [])
+    def depth_of(self, stage: Stage) -> int:
+        """How many versions of its weights are in use beside the latest."""
+        number = self.stages.index(stage)
+        tasks = (task for row in self.tasks for task in row if task.action.stage == number)
+        return max((task.depth for task in tasks), default=0)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tasks)
+
+    def run(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Rank:
+        """All that a rank does from the beginning of one mini-batch to that of the next."""
+        kinds = KINDS[stream.purpose]
+        inbox, outbox = stream.boxes.setdefault(rank, Boxes({}, {}))
+        moments = stream.moments.setdefault(rank, []) if stream.is_traced else []
         for task in self.tasks[rank]:
+            number = segment - task.lag
+            step = stream.steps.get(number)
             action = task.action
-            kind, microbatch = action.kind, action.microbatch
-            if microbatch >= num_microbatches or kind not in kinds:
+            kind = action.kind
+            if step is None or action.microbatch >= len(step.inputs) or kind not in kinds:
                 continue  # a batch of fewer samples than micro-batches leaves the last ones out
-            step.now[rank] = action
+            stream.now[rank] = number, action
             if kind is Kind.SEND_F or kind is Kind.SEND_B:
-                transport.send(action, outbox.pop(action))
+                transport.send((number, action), outbox.pop((number, action)))
             elif kind is Kind.RECV_F or kind is Kind.RECV_B:
-                transport.expect(action)
-            elif kind is Kind.REDUCE_GRAD:
-                transport.reduce(action.stage)
-            elif task.stage is not None:
+                transport.expect(number, action)
+            elif task.stage is None:
+                start = perf_counter()
+                if self._whole(task, step, stream.stepper, transport):
+                    moments.append(Moment(action, start, 0.0, start, perf_counter(), number))
+            else:
                 if kind is not Kind.F and kind is not Kind.W:
-                    self._recompute(task, step, moments)
+                    self._recompute(task, step, number, moments)
                 asked, sent = perf_counter(), 0.0
                 received: Contents = {}
                 for message, is_far in task.awaits:
-                    found = (yield message) if is_far else inbox.pop(message)
+                    found = (yield (number, message)) if is_far else inbox.pop((number, message))
                     sent = max(sent, found.sent_at) if is_far else sent
                     _merge(received, found.contents)
                 start = perf_counter()
-                made = self._compute(task, received, step)
+                made = self._compute(task, received, step, stream, segment)
                 end = perf_counter()
-                moments.append(Moment(action, asked, sent, start, end))
+                moments.append(Moment(action, asked, sent, start, end, number))
                 for message, is_far, values in task.gives:
                     contents = {value: made[value] for value in values if value in made}
-                    (outbox if is_far else inbox)[message] = Message(contents, end)
+                    (outbox if is_far else inbox)[number, message] = Message(contents, end)
                 del received, made  # what they hold may be large, and the next action may be far
 
-    def _recompute(self, task: Task, step: Step, moments: list[Moment]) -> None:
+    def _whole(self, task: Task, step: Step, stepper: Stepper | None, transport: Transport) -> bool:
+        """What is done once for all micro-batches; whether it was a step of the optimizer."""
+        stage = task.action.stage
+        if task.action.kind is Kind.REDUCE_GRAD:
+            self.stages[stage].gather_gradients()
+            transport.reduce(stage)
+            return False
+        if stepper is None:
+            return False
+        step.updates[stage] = stepper.step(stage, task.depth, step)
+        return True
+
+    def _recompute(self, task: Task, step: Step, number: int, moments: list[Moment]) -> None:
         """While the gradient may still be on its way."""
         stage, microbatch = task.action.stage, task.action.microbatch
         waiting = step.waiting[stage]
         if microbatch in waiting.passes:
             start = perf_counter()
             self.stages[stage].prepare_backward(microbatch, waiting)
-            moments.append(Moment(task.action, start, 0.0, start, perf_counter()))
+            moments.append(Moment(task.action, start, 0.0, start, perf_counter(), number))
 
-    def _compute(self, task: Task, received: Contents, step: Step) -> Contents:
+    def _compute(
+        self, task: Task, received: Contents, step: Step, stream: Stream, segment: int
+    ) -> Contents:
         kind = task.action.kind
-        if task.ahead and step.purpose is not Purpose.EVALUATE:
-            stage, number, microbatch = task.ahead
-            if number in step.waiting:
-                stage.fetch(microbatch, step.waiting[number])
+        if task.ahead:
+            self._fetch(task.ahead, stream, segment)
         if kind is Kind.F:
-            return self._forward(task, received, step)
+            return self._forward(task, received, step, segment)
         if kind is Kind.W:
             number, microbatch = task.action.stage, task.action.microbatch
             self.stages[number].weight_gradients(microbatch, step.waiting[number])
             return {}
         return self._backward(task, received, step)
 
-    def _forward(self, task: Task, values: Contents, step: Step) -> Contents:
-        number, _, microbatch, _, _ = task.action
+    def _fetch(self, ahead: Beat, stream: Stream, segment: int) -> None:
+        """What a backward needs from host memory, while something else is computed."""
+        step = stream.steps.get(segment - ahead.lag)
+        number, microbatch = ahead.action.stage, ahead.action.microbatch
+        if step is not None and number in step.waiting:
+            self.stages[number].fetch(microbatch, step.waiting[number])
+
+    def _forward(self, task: Task, values: Contents, step: Step, segment: int) -> Contents:
+        number, microbatch = task.action.stage, task.action.microbatch
         brought = step.inputs[microbatch]
         for value in self.inputs[number]:
             values[value] = brought[value.name]
@@ -208,6 +278,7 @@ class Executor:
             task.in_halves,
             self._is_recomputed(number, microbatch, step),
             offload=task.waits,
+            version=max(0, segment - task.lag + task.version),
         )
         if step.purpose is Purpose.EVALUATE:
             written = stage.run_only(this)
@@ -221,7 +292,7 @@ class Executor:
         return written
 
     def _backward(self, task: Task, gradients: Gradients, step: Step) -> Gradients:
-        number, _, microbatch, _, _ = task.action
+        number, microbatch = task.action.stage, task.action.microbatch
         if number == self.last and step.output_gradients:
             _merge(gradients, step.output_gradients[microbatch])
         back = self.stages[number].backward(
@@ -239,40 +310,59 @@ class Executor:
 
 
 def _tasks(
-    program: Program, layers: LayerSequence, stages: list[Stage]
+    period: Period, layers: LayerSequence, stages: list[Stage]
 ) -> tuple[tuple[Task, ...], ...]:
     """By rank."""
     in_halves = {
-        (action.stage, action.microbatch)
-        for row in program.actions
-        for action in row
-        if action.kind is Kind.I
+        (beat.action.stage, beat.action.microbatch)
+        for row in period.rows
+        for beat in row
+        if beat.action.kind is Kind.I
     }
     reads = [_reads(layers, stage.numbers) for stage in stages]
     rows = []
-    for row in program.actions:
-        compute = [a for a in row if a.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+    for row in period.rows:
+        compute = [beat for beat in row if beat.action.kind in COMPUTE]
         following = dict(zip(compute, [*compute[1:], None], strict=True))
         rows.append(
             tuple(
                 Task(
-                    action,
-                    stages[action.stage] if action in following else None,
-                    _awaits(program, action),
-                    _gives(program, action, reads, stages),
-                    (action.stage, action.microbatch) in in_halves,
-                    _waits(action, following.get(action)),
-                    _ahead(following.get(action), stages),
+                    beat.action,
+                    stages[beat.action.stage] if beat in following else None,
+                    _awaits(period.routes, beat.action),
+                    _gives(period.routes, beat.action, reads, stages),
+                    (beat.action.stage, beat.action.microbatch) in in_halves,
+                    _waits(beat, following.get(beat)),
+                    _ahead(following.get(beat)),
+                    beat.lag,
+                    beat.version,
+                    depth(row, position),
                 )
-                for action in row
+                for position, beat in enumerate(row)
             )
         )
     return tuple(rows)
 
 
-def _awaits(program: Program, action: Action) -> tuple[tuple[Action, bool], ...]:
+def depth(row: Sequence[Beat], position: int) -> int:
+    """How many older versions than the one that is made here are still used after it.
+
+    What stands further on in the row uses its weights in this segment; all others not before the
+    next one.
+    """
+    made = row[position]
+    if made.action.kind is not Kind.STEP:
+        return 0
+    used = (
+        beat.version - beat.lag + (0 if other > position else 1)
+        for other, beat in enumerate(row)
+        if beat.action.kind in COMPUTE and beat.action.stage == made.action.stage
+    )
+    return max(0, made.version - made.lag - min(used))
+
+
+def _awaits(routes: Routes, action: Action) -> tuple[tuple[Action, bool], ...]:
     stage, kind, microbatch, _, _ = action
-    routes = program.routes
     if kind is Kind.F:
         sends = [Action(w, Kind.SEND_F, microbatch, stage) for w in routes.writers[stage]]
     elif kind in (Kind.B, Kind.I):
@@ -283,10 +373,9 @@ def _awaits(program: Program, action: Action) -> tuple[tuple[Action, bool], ...]
 
 
 def _gives(
-    program: Program, action: Action, reads: list[set[Value]], stages: list[Stage]
+    routes: Routes, action: Action, reads: list[set[Value]], stages: list[Stage]
 ) -> tuple[tuple[Action, bool, tuple[Value, ...]], ...]:
     stage, kind, microbatch, _, _ = action
-    routes = program.routes
     if kind is Kind.F:
         sends = [
             (Action(stage, Kind.SEND_F, microbatch, reader), _from(stages[stage], reads[reader]))
@@ -306,20 +395,21 @@ def _from(writer: Stage, reads: set[Value]) -> tuple[Value, ...]:
     return tuple(sorted(value for value in reads if value.writer in writer.numbers))
 
 
-def _waits(action: Action, following: Action | None) -> bool:
+def _waits(beat: Beat, following: Beat | None) -> bool:
     """Whether what this forward keeps is not needed at once."""
+    action = beat.action
     is_next = (
         following is not None
-        and following.kind in (Kind.B, Kind.I)
-        and (following.stage, following.microbatch) == (action.stage, action.microbatch)
+        and following.action.kind in (Kind.B, Kind.I)
+        and (following.action.stage, following.action.microbatch, following.lag)
+        == (action.stage, action.microbatch, beat.lag)
     )
     return action.kind is Kind.F and not is_next
 
 
-def _ahead(following: Action | None, stages: list[Stage]) -> tuple[Stage, int, int] | None:
-    if following is None or following.kind not in (Kind.B, Kind.I):
-        return None
-    return stages[following.stage], following.stage, following.microbatch
+def _ahead(following: Beat | None) -> Beat | None:
+    is_backward = following is not None and following.action.kind in (Kind.B, Kind.I)
+    return following if is_backward else None
 
 
 def _reads(layers: LayerSequence, numbers: range) -> set[Value]:

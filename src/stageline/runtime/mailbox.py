@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from queue import SimpleQueue
 
-from stageline.runtime.executor import Message
+from stageline.runtime.executor import Message, Parcel
 from stageline.schedules.action import Action
 from stageline.schedules.placement import Placement
 
@@ -20,20 +20,20 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Action, Message] | None] = SimpleQueue()
-        self.early: dict[Action, Message] = {}
+        self.queue: SimpleQueue[tuple[Parcel, Message] | None] = SimpleQueue()
+        self.early: dict[Parcel, Message] = {}
 
-    def put(self, send: Action, message: Message) -> None:
-        self.queue.put((send, message))
+    def put(self, parcel: Parcel, message: Message) -> None:
+        self.queue.put((parcel, message))
 
-    def take(self, send: Action) -> Message:
+    def take(self, parcel: Parcel) -> Message:
         """Wait for a message; raises `Stopped` once the mailbox is closed."""
-        while send not in self.early:
+        while parcel not in self.early:
             found = self.queue.get()
             if found is None:
                 raise Stopped
             self.early[found[0]] = found[1]
-        return self.early.pop(send)
+        return self.early.pop(parcel)
 
     def close(self) -> None:
         """Wake the rank if it waits: nothing more will come."""
@@ -41,20 +41,20 @@ class Mailbox:
 
 
 class PostOffice:
-    """The mailboxes of all ranks, for the messages of one step. State: whether it is over."""
+    """The mailboxes of all ranks, for the messages of one stream. State: whether it is over."""
 
     def __init__(self, placement: Placement, num_ranks: int) -> None:
         self.placement = placement
         self.mailboxes = [Mailbox() for _ in range(num_ranks)]
         self.is_closed = False
 
-    def send(self, action: Action, message: Message) -> None:
+    def send(self, parcel: Parcel, message: Message) -> None:
         """Raises `Stopped` once it is closed: a rank that only sends must stop as well."""
         if self.is_closed:
             raise Stopped
-        self.mailboxes[self.placement[action.peer]].put(action, message)
+        self.mailboxes[self.placement[parcel[1].peer]].put(parcel, message)
 
-    def expect(self, receive: Action) -> None:
+    def expect(self, minibatch: int, receive: Action) -> None:
         """A mailbox takes what comes."""
 
     def reduce(self, stage: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -11,28 +11,46 @@ from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.runtime.executor import Moment, Purpose, Trace
-from stageline.schedules.action import Kind
+from stageline.schedules.action import Action, Kind
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.stream import Period, at
 from stageline.simulation.simulate import simulate
 
 Rows = Sequence[Sequence[Moment]]  # by rank
 
 
-def fill(timeline: Timeline, trace: Trace, schedule: Schedule) -> None:
+def fill(timeline: Timeline, trace: Trace, schedule: Schedule, period: Period) -> None:
     """Fill an empty timeline with what was measured, in milliseconds."""
     rows = [_in_milliseconds(trace, rank) for rank in range(schedule.num_ranks)]
-    spans = tuple(tuple(Span(m.action, m.start, m.end) for m in row) for row in rows)
+    is_stream = schedule.is_stream or trace.num_minibatches > 1
+    named = _named(period) if is_stream else _as_it_is
+    spans = tuple(tuple(Span(named(m), m.start, m.end) for m in row) for row in rows)
     object.__setattr__(timeline, "spans", spans)
     object.__setattr__(timeline, "name", f"{schedule.name}, measured in ms")
-    if trace.purpose is Purpose.TRAIN:
+    if trace.purpose is Purpose.TRAIN and not is_stream:
         object.__setattr__(timeline, "idle", _idle(rows, _that_ran(schedule, trace), timeline))
+
+
+def _as_it_is(moment: Moment) -> Action:
+    return moment.action
+
+
+def _named(period: Period) -> Callable[[Moment], Action]:
+    """By their numbers in the stream, with versions of weights."""
+    beats = {beat.action: beat for row in period.rows for beat in row}
+    return lambda moment: at(beats[moment.action], moment.minibatch, period.num_microbatches)
 
 
 def _in_milliseconds(trace: Trace, rank: int) -> list[Moment]:
     began = min((row[0].asked for row in trace.moments.values() if row), default=0.0)
     return [
-        Moment(action, *(1e3 * (time - began) for time in times))
-        for action, *times in trace.moments.get(rank, [])
+        moment._replace(
+            asked=1e3 * (moment.asked - began),
+            sent=1e3 * (moment.sent - began),
+            start=1e3 * (moment.start - began),
+            end=1e3 * (moment.end - began),
+        )
+        for moment in trace.moments.get(rank, [])
     ]
 
 

@@ -7,6 +7,7 @@ dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeli
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +53,7 @@ class Place:
     own_pipeline: OwnGroup
     own_everyone: OwnGroup
     own_replicas: OwnGroup | None  # None: there is one replica
+    own_siblings: OwnGroup | None  # those that hold the same stage, and take turns; None: none does
     replica: int
     num_replicas: int
     speaks: bool  # of several processes with the same part of the same replica, one speaks
@@ -68,6 +70,10 @@ class Place:
     def replicas(self) -> dist.ProcessGroup | None:
         return self.own_replicas.now if self.own_replicas else None
 
+    @property
+    def siblings(self) -> dist.ProcessGroup | None:
+        return self.own_siblings.now if self.own_siblings else None
+
     def hang_up(self) -> None:
         """Close all lines, so that nobody goes on waiting at the other end, or at this one."""
         for own in self._own:
@@ -80,7 +86,7 @@ class Place:
 
     @property
     def _own(self) -> list[OwnGroup]:
-        found = (self.own_pipeline, self.own_everyone, self.own_replicas)
+        found = (self.own_pipeline, self.own_everyone, self.own_replicas, self.own_siblings)
         return [own for own in found if own is not None]
 
 
@@ -94,8 +100,13 @@ def hang_up(group: dist.ProcessGroup) -> None:
                 nothing.wait(timedelta(milliseconds=1))
 
 
-def find_place(mesh: DeviceMesh | None, num_ranks: int, limit: float) -> Place:
-    """Every process of the mesh calls this, and waits so many seconds for the others."""
+def find_place(
+    mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
+) -> Place:
+    """Every process of the mesh calls this, and waits so many seconds for the others.
+
+    `stages` are the ranks of each stage, if they take turns.
+    """
     if not dist.is_initialized():
         raise ModelError(
             "backend is 'processes', but there is no process group: start the script with torchrun "
@@ -105,12 +116,20 @@ def find_place(mesh: DeviceMesh | None, num_ranks: int, limit: float) -> Place:
     if grid.shape[1] != num_ranks:
         found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
         raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
+    if stages and grid.numel() > num_ranks:
+        raise ModelError(
+            f"mesh has {grid.numel()} processes for {num_ranks} ranks with replicas of stages, but "
+            "replicas of single stages and of the whole pipeline do not go together: use one"
+        )
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
     return Place(
         _own_group([row for plane in grid.permute(0, 2, 1).tolist() for row in plane], limit),
         _own_group([grid.flatten().tolist()], limit),
         _own_group([row for plane in grid.permute(1, 2, 0).tolist() for row in plane], limit)
         if len(grid) > 1
+        else None,
+        _own_group([[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages], limit)
+        if stages
         else None,
         dp,
         len(grid),

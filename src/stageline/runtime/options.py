@@ -12,6 +12,7 @@ from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.stream import folded
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
 ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
@@ -23,9 +24,26 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ModelError(f"{name} is {value!r}, but takes {' or '.join(map(repr, choices))}")
 
 
-def schedule_of(schedule: str | Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+def schedule_of(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    vertical_sync: bool | None,
+    replicas: Sequence[int] | None,
+) -> Schedule:
     if isinstance(schedule, str):
-        return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return build_schedule(
+            schedule,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            vertical_sync=vertical_sync,
+            replicas=replicas,
+        )
+    if vertical_sync is not None or replicas is not None:
+        raise ScheduleError(
+            "vertical_sync or replicas was given beside a schedule that is built already: give "
+            "them to build_schedule"
+        )
     check(schedule)
     sizes = (schedule.num_ranks, schedule.num_microbatches)
     if sizes != (num_ranks, num_microbatches):
@@ -51,6 +69,43 @@ def _check_ascending(schedule: Schedule) -> None:
                         "order of micro-batches in every schedule: swap them"
                     )
                 latest[sort] = action
+
+
+def is_asynchronous(schedule: Schedule) -> bool:
+    """Whether weights change while micro-batches that used them are on their way."""
+    if not schedule.is_stream:
+        return False
+    return any(beat.lag or beat.version < 0 for row in folded(schedule).rows for beat in row)
+
+
+def check_owned(
+    schedule: Schedule, optimizer: object, scheduler: object, max_norm: object, backend: str
+) -> None:
+    """What goes together with an optimizer of the pipeline's own, and what needs one."""
+    for name, function in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if function is not None and not callable(function):
+            raise ModelError(
+                f"{name} is {function!r}, but has to be a function that makes one for each stage: "
+                "optimizer=lambda params: SGD(params, lr=0.1)"
+            )
+    for name, value in (("scheduler", scheduler), ("max_norm", max_norm)):
+        if value is not None and optimizer is None:
+            raise ModelError(f"{name} was given without optimizer, which it is for: give both")
+    if schedule.is_stream and optimizer is None:
+        raise ModelError(
+            f"{schedule.name!r} steps the optimizer on its own, but has none: give it one with "
+            "optimizer=lambda params: SGD(params, lr=0.1)"
+        )
+    if max_norm is not None and is_asynchronous(schedule):
+        raise ModelError(
+            f"max_norm was given, but with {schedule.name!r} there is no moment at which the norm "
+            "of all gradients is known: leave it out, or use a synchronous schedule"
+        )
+    if schedule.replicas and backend != "processes":
+        raise ModelError(
+            f"replicas is {list(schedule.replicas)}, but a stage on several ranks needs a process "
+            f"for each: start the script with stageline run --ranks {schedule.num_ranks}"
+        )
 
 
 def recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def plain_step(
     for microbatch, target in enumerate(step.targets):
         with ExitStack() as around:
             step.ambient.enter(around, grad=True)
-            around.enter_context(statistics.watch(microbatch, again=False))
+            around.enter_context(statistics.watch(step.number, microbatch, again=False))
             catch = around.enter_context(CatchWeights()) if is_fused else None
             output = _output(layers, step, microbatch, tied)
             with drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)):
@@ -44,7 +44,7 @@ def plain_step(
             add_weight_gradients(catch.calls, fused=True)
         step.losses[microbatch] = loss.detach()
     tied.add_gradients()
-    statistics.update(lambda seen: seen)
+    statistics.update(step.number, lambda seen: seen)
 
 
 def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeights) -> Any:

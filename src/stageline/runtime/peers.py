@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from stageline.runtime.clock import SHIFT
 from stageline.runtime.executor import Moment, Step
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape
+from stageline.runtime.stepper import Update
 from stageline.runtime.tied import TiedWeights
 
 T = TypeVar("T")
@@ -39,6 +40,13 @@ class Loss(NamedTuple):
 
     loss: Tensor
     weight: float
+
+
+class Told(NamedTuple):
+    """What is known of a step when it is done."""
+
+    losses: list[Loss]  # by micro-batch
+    updates: dict[int, Update]  # by stage, if the pipeline steps the optimizer
 
 
 Moments = dict[int, list[Moment]]  # by rank
@@ -75,8 +83,8 @@ class Peers(Protocol):
     def finish(self) -> None:
         """After a step: gradients are those of all replicas, added to those of earlier steps."""
 
-    def losses(self, step: Step) -> Callable[[], list[Loss]]:
-        """How to come by the losses of all micro-batches, when they are wanted."""
+    def told(self, step: Step) -> Callable[[], Told]:
+        """How to come by what all ranks know of a step, when it is wanted."""
 
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:
         """Those of all parameters that have a gradient, by their number in the model."""
@@ -101,6 +109,9 @@ class Peers(Protocol):
 
     def verdict(self, own: str | None) -> str | None:
         """The first rank's that has something to say."""
+
+    def share_with_siblings(self, tensors: Iterable[Tensor]) -> None:
+        """A stage on several ranks has the weights and buffers that the first of them has."""
 
     def everywhere(self, act: Callable[[], T]) -> list[T]:
         """What each process makes of it, those of replicas too; if one raises, all do."""
@@ -141,9 +152,10 @@ class Alone:
     def finish(self) -> None:
         pass
 
-    def losses(self, step: Step) -> Callable[[], list[Loss]]:
+    def told(self, step: Step) -> Callable[[], Told]:
         losses = [Loss(step.losses[i], target.weight) for i, target in enumerate(step.targets)]
-        return lambda: losses
+        told = Told(losses, dict(sorted(step.updates.items())))
+        return lambda: told
 
     def norms(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:  # noqa: ARG002
         return list(own.values())
@@ -168,6 +180,9 @@ class Alone:
 
     def verdict(self, own: str | None) -> str | None:
         return own
+
+    def share_with_siblings(self, tensors: Iterable[Tensor]) -> None:
+        pass
 
     def everywhere(self, act: Callable[[], T]) -> list[T]:
         return [act()]
@@ -196,14 +211,14 @@ def together(what: str) -> Callable[[Method], Method]:
 class Group:
     """One rank is here, the others in the processes of a group. State: gradients on their way."""
 
-    def __init__(self, place: Place, last: int, num_microbatches: int) -> None:
-        self.place, self.num_microbatches = place, num_microbatches
+    def __init__(self, place: Place, last: int, num_microbatches: int, num_stages: int) -> None:
+        self.place, self.num_microbatches, self.num_stages = place, num_microbatches, num_stages
         self.is_apart = False  # see `apart`
         self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
-        self.flying: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self.flying: list[tuple[Any, list[Tensor], list[nn.Parameter]]] = []
         self.telling: list[Any] = []  # losses on their way; they must have arrived before the end
         weakref.finalize(self, _arrive, self.telling, place)
 
@@ -262,50 +277,73 @@ class Group:
             for bucket in _buckets(parameters):
                 buffer = _flat(bucket)
                 work = dist.all_reduce(buffer, group=self.replicas, async_op=True)
-                self.flying.append((work, buffer, bucket))
+                self.flying.append((work, [buffer], bucket))
+        elif self.place.siblings is not None:  # few, and added up in their order
+            for bucket in _buckets(parameters):
+                buffer = _flat(bucket)
+                count = dist.get_world_size(self.place.siblings)
+                found = [torch.empty_like(buffer) for _ in range(count)]
+                work = dist.all_gather(found, buffer, self.place.siblings, async_op=True)
+                self.flying.append((work, found, bucket))
 
     @together("statistics")
     def seen_by_replicas(self, own: Seen) -> Seen:
-        if self.replicas is None:
+        others = self.replicas or self.place.siblings
+        if others is None:
             return own
-        found: list[Seen] = [own] * self.place.num_replicas
-        dist.all_gather_object(found, own, self.replicas)
+        found: list[Seen] = [own] * dist.get_world_size(others)
+        dist.all_gather_object(found, own, others)
         numbers = sorted({number for seen in found for number in seen})
-        return {n: [moments for seen in found for moments in seen.get(n, [])] for n in numbers}
+        joined = {n: [pair for seen in found for pair in seen.get(n, [])] for n in numbers}
+        if self.place.siblings is None:
+            return joined
+        return {n: sorted(pairs, key=lambda pair: pair[0]) for n, pairs in joined.items()}
 
     @together("gradients")
     def finish(self) -> None:
-        for work, buffer, bucket in self.flying:
+        for work, buffers, bucket in self.flying:
             work.wait()
-            _unflatten(buffer, bucket)
+            _unflatten(reduce(torch.add, buffers), bucket)
         for parameter, gradient in self.before.items():
             if parameter.grad is not None:
                 gradient.add_(parameter.grad)
             parameter.grad = gradient
         self.before, self.flying = {}, []
 
-    def losses(self, step: Step) -> Callable[[], list[Loss]]:
-        """Sent at once, awaited when they are read: no rank waits for another until then.
+    def told(self, step: Step) -> Callable[[], Told]:
+        """Sent at once, awaited when it is read: no rank waits for another until then.
 
         Each number is told by one process and 0 by all others, which changes no bit of it.
         """
-        table = torch.zeros(3, self.place.num_replicas, self.num_microbatches, dtype=torch.float64)
+        num_losses = self.place.num_replicas * self.num_microbatches
+        table = torch.zeros(3, num_losses + self.num_stages, dtype=torch.float64)
         if self.place.speaks:
             for i, loss in step.losses.items():
-                facts = (float(loss), step.targets[i].weight, 1 + LOSS_TYPES.index(loss.dtype))
-                table[:, self.place.replica, i] = torch.tensor(facts, dtype=torch.float64)
+                facts = [float(loss), step.targets[i].weight, 1.0 + LOSS_TYPES.index(loss.dtype)]
+                column = self.place.replica * self.num_microbatches + i
+                table[:, column] = torch.tensor(facts, dtype=torch.float64)
+            for stage, update in step.updates.items():
+                if self.place.replica == 0 and self._is_first_of_stage:
+                    facts = [update.norm, float(update.is_skipped), 1.0]
+                    table[:, num_losses + stage] = torch.tensor(facts, dtype=torch.float64)
         work = dist.all_reduce(table, group=self.place.everyone, async_op=True)
         self.telling[:] = [other for other in self.telling if not other.is_completed()] + [work]
 
-        def fetch() -> list[Loss]:
+        def fetch() -> Told:
             with self.guard("losses"):
                 work.wait()
-            rows = table.flatten(1).t().tolist()
-            return [
+            rows = table.t().tolist()
+            losses = [
                 Loss(torch.tensor(loss, dtype=LOSS_TYPES[int(kind) - 1]), weight)
-                for loss, weight, kind in rows
+                for loss, weight, kind in rows[:num_losses]
                 if kind
             ]
+            updates = {
+                stage: Update(bool(is_skipped), norm)
+                for stage, (norm, is_skipped, is_there) in enumerate(rows[num_losses:])
+                if is_there
+            }
+            return Told(losses, updates)
 
         return fetch
 
@@ -408,6 +446,17 @@ class Group:
         dist.recv(buffer, self._global(source), self.group)
         return shapes[0].around(packing.unpack(buffer)[0])
 
+    @together("the weights of a stage")
+    def share_with_siblings(self, tensors: Iterable[Tensor]) -> None:
+        siblings = self.place.siblings
+        if siblings is not None and dist.get_world_size(siblings) > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, dist.get_global_rank(siblings, 0), siblings)
+
+    @property
+    def _is_first_of_stage(self) -> bool:
+        return self.place.siblings is None or dist.get_rank(self.place.siblings) == 0
+
     def close(self) -> None:
         """The groups take file descriptors, ten for a pipeline of two ranks."""
         _arrive(self.telling, self.place)
@@ -434,8 +483,8 @@ class Group:
 
 def _shifted(moment: Moment, by: float) -> Moment:
     """To a clock that all processes have, and back; 0.0 for `sent` means that nothing was."""
-    action, asked, sent, start, end = moment
-    return Moment(action, asked + by, sent + by if sent else 0.0, start + by, end + by)
+    action, asked, sent, start, end, minibatch = moment
+    return Moment(action, asked + by, sent + by if sent else 0.0, start + by, end + by, minibatch)
 
 
 def _arrive(telling: list[Any], place: Place) -> None:

@@ -30,8 +30,8 @@ from stageline.errors import ModelError, StageError, StagelineError
 from stageline.model.layers import Value
 from stageline.runtime import wire
 from stageline.runtime.devices import current
-from stageline.runtime.drivers import failure_text
-from stageline.runtime.executor import Executor, Message, Step
+from stageline.runtime.drivers import Running, failure_text, segments_to_drain
+from stageline.runtime.executor import Executor, Message, Parcel, Step, Stream
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
 from stageline.runtime.watch import NO_ANSWER, Watch
@@ -128,11 +128,11 @@ class Incoming:
 
     def __init__(self, place: Place, limit: float) -> None:
         self.place, self.limit = place, timedelta(seconds=limit)
-        self.promised: dict[Action, Receive] = {}
-        self.unknown: dict[int, deque[Action]] = {}  # by rank, in the order in which they come
-        self.early: dict[Action, Message] = {}
+        self.promised: dict[Parcel, Receive] = {}
+        self.unknown: dict[int, deque[Parcel]] = {}  # by rank, in the order in which they come
+        self.early: dict[Parcel, Message] = {}
 
-    def expect(self, send: Action, peer: int, layout: Layout) -> None:
+    def expect(self, send: Parcel, peer: int, layout: Layout) -> None:
         buffer = work = None
         if layout.shapes is None:
             self.unknown.setdefault(peer, deque()).append(send)
@@ -141,7 +141,7 @@ class Incoming:
             work = self._posted(buffer, peer, layout.packing.tag)
         self.promised[send] = Receive(peer, layout, buffer, work)
 
-    def take(self, send: Action) -> Message:
+    def take(self, send: Parcel) -> Message:
         """Wait for a message; raises `Lost` if it does not come."""
         while send not in self.early:
             receive = self.promised[send]
@@ -295,22 +295,25 @@ class Processes:
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
 
-    def run(self, executor: Executor, step: Step) -> None:
+    def start(self, executor: Executor, stream: Stream) -> Running:
         if not self.end.alive:
             raise ModelError(
                 "the pipeline is closed, by close() or because a rank failed: build another, or "
                 "start again from a checkpoint"
             )
-        transport = Network(self, executor, step)
-        run = executor.run(self.rank, step, transport)
-        need: Action | None = None
+        return OneRank(self, executor, stream)
+
+    def run(self, executor: Executor, segment: int, stream: Stream, transport: Network) -> None:
+        """A segment of the one rank that is here."""
+        run = executor.run(self.rank, segment, stream, transport)
+        need: Parcel | None = None
         asked = perf_counter()
-        self.at.step = step.number
         try:
             with current(self.device):
                 need = next(run)
                 while True:
-                    self.at.action = step.now[self.rank]
+                    number, self.at.action = stream.now[self.rank]
+                    self.at.step = stream.steps[number].number
                     transport.post()
                     self.outgoing.flush(beyond=SMALL)
                     asked = perf_counter()
@@ -320,10 +323,10 @@ class Processes:
             self.at.action = None
         except Lost as lost:
             is_overdue = perf_counter() - asked >= self.limit
-            told = self._overdue(need) if need and is_overdue else self._loss_of(lost)
+            told = self._overdue(need[1]) if need and is_overdue else self._loss_of(lost)
             raise self._failed(told) from None
         except BaseException as error:
-            told = self.watch.tell(failure_text(executor, step, self.rank, error))
+            told = self.watch.tell(failure_text(executor, stream, self.rank, error))
             raise self._failed(told) from error
 
     @contextmanager
@@ -377,7 +380,9 @@ class Processes:
         forms = tuple(_forms(inputs) for inputs in step.inputs)
         batch = executor, forms, training, step.ambient
         if batch not in self.known:
-            self.known = {batch: self._ways(executor, step, training, forms)}  # of one batch only
+            # of two kinds of batches only: the last one of an epoch may be shorter than the others
+            self.known = dict([*self.known.items()][-1:])
+            self.known[batch] = self._ways(executor, step, training, forms)
         return self.known[batch]
 
     def _ways(
@@ -389,9 +394,9 @@ class Processes:
                 self.shapes[form, training, step.ambient] = found
         layouts: dict[object, Layout] = {}
         ways = {}
-        home = executor.program.placement
+        home = executor.period.routes.home
         for send in executor.parcels:
-            here, there = home[send.stage], home[send.peer]
+            here, there = home(send.stage, send.microbatch), home(send.peer, send.microbatch)
             if self.rank in (here, there) and send.microbatch < len(forms):
                 form = forms[send.microbatch]
                 key = send._replace(microbatch=0), form
@@ -433,29 +438,55 @@ def _end(watch: Watch, outgoing: Outgoing) -> None:
 
 
 class Network:
-    """The transport of one step. State: the receives that are still to be posted."""
+    """The transport of one stream. State: ways by mini-batch, and receives still to be posted."""
 
-    def __init__(self, home: Processes, executor: Executor, step: Step) -> None:
-        self.home, self.ways = home, home.ways(executor, step)
-        self.asked: list[Action] = []
+    def __init__(self, home: Processes) -> None:
+        self.home = home
+        self.ways: dict[int, dict[Action, Way]] = {}
+        self.asked: list[Parcel] = []
 
-    def send(self, send: Action, message: Message) -> None:
-        peer, layout = self.ways[send]
+    def send(self, parcel: Parcel, message: Message) -> None:
+        number, send = parcel
+        peer, layout = self.ways[number][send]
         self.home.outgoing.send(peer, layout, message.contents)
         self.post()
 
-    def expect(self, receive: Action) -> None:
-        self.asked.append(receive)
+    def expect(self, minibatch: int, receive: Action) -> None:
+        stage, kind, microbatch, peer, _ = receive
+        self.asked.append((minibatch, Action(peer, SENDS[kind], microbatch, stage)))
 
     def post(self) -> None:
         """Sends go first, although receives stand before them: someone waits for what is sent."""
-        for stage, kind, microbatch, peer, _ in self.asked:
-            send = Action(peer, SENDS[kind], microbatch, stage)
-            self.home.incoming.expect(send, *self.ways[send])
+        for parcel in self.asked:
+            number, send = parcel
+            self.home.incoming.expect(parcel, *self.ways[number][send])
         self.asked.clear()
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)
+
+
+class OneRank:
+    """A stream on its way through the rank of this process, in the caller's thread."""
+
+    def __init__(self, home: Processes, executor: Executor, stream: Stream) -> None:
+        self.home, self.executor, self.stream = home, executor, stream
+        self.network = Network(home)
+
+    def feed(self, step: Step) -> None:
+        number = self.stream.length
+        self.stream.add(step)
+        self.home.at.step = step.number
+        self.network.ways[number] = self.home.ways(self.executor, step)
+        self.network.ways.pop(number - self.executor.period.lag - 1, None)
+        self.home.run(self.executor, number, self.stream, self.network)
+
+    def wait(self, number: int) -> None:
+        """It is done."""
+
+    def drain(self) -> None:
+        for segment in segments_to_drain(self.executor, self.stream):
+            self.home.run(self.executor, segment, self.stream, self.network)
 
 
 def store_for(place: Place) -> dist.distributed_c10d.Store:

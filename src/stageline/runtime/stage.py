@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from stageline.runtime.offload import HostMemory, Parking
 from stageline.runtime.randomness import Key, Silent, drawing
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
 from stageline.runtime.tied import TiedWeights
+from stageline.runtime.versions import Versions
 
 NOTHING = torch.empty(0)
 LOSS = "loss_fn"  # in the place of a layer's name
@@ -64,6 +65,7 @@ class Pass(NamedTuple):
     in_halves: bool = False  # the backward comes as I and W
     recompute: bool = False  # keep only what is read, and run forward again before the backward
     offload: bool = False  # what is kept waits in host memory
+    version: int = 0  # of the weights, if several are in use
 
 
 class Graph(NamedTuple):
@@ -75,6 +77,7 @@ class Graph(NamedTuple):
     weight: float  # what the loss counts for
     calls: list[Caught]  # that use weights, if these were caught
     parking: Parking | None
+    version: int = 0  # of the weights that were used
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Waiting:
 
     passes: dict[int, Pass] = field(default_factory=dict)  # from a forward to its recomputation
     graphs: dict[int, Graph] = field(default_factory=dict)  # from a forward to its backward
-    owed: dict[int, list[Caught]] = field(default_factory=dict)  # from an I to its W
+    owed: dict[int, tuple[list[Caught], int]] = field(default_factory=dict)  # from an I to its W
 
 
 class Bound(NamedTuple):
@@ -129,6 +132,7 @@ class Stage:
         self.in_place = InPlace(modules)
         self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
         self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
+        self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.at_work = ""  # the name of the layer that runs, for errors
 
     def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
@@ -173,12 +177,13 @@ class Stage:
         if graph.loss is not None:
             roots.append(graph.loss)
             seeds.append(torch.full_like(graph.loss, graph.weight))
-        if roots:
-            engine.backward(roots, seeds)
-        if in_halves:
-            waiting.owed[microbatch] = graph.calls
-        elif graph.calls:
-            add_weight_gradients(graph.calls, fused=self.is_fused)
+        with self._gathering(graph.version):
+            if roots:
+                engine.backward(roots, seeds)
+            if in_halves:
+                waiting.owed[microbatch] = graph.calls, graph.version
+            elif graph.calls:
+                add_weight_gradients(graph.calls, fused=self.is_fused)
         back: Gradients = {}
         for (number, value), leaves in graph.reads.items():
             back.setdefault(value, []).append((number, [leaf.grad for leaf in leaves]))
@@ -187,7 +192,24 @@ class Stage:
     def weight_gradients(self, microbatch: int, waiting: Waiting) -> None:
         """What an I left to do."""
         self.at_work = self.name
-        add_weight_gradients(waiting.owed.pop(microbatch), fused=self.is_fused)
+        calls, version = waiting.owed.pop(microbatch)
+        with self._gathering(version):
+            add_weight_gradients(calls, fused=self.is_fused)
+
+    def keep_versions(self, depth: int) -> None:
+        """Of its weights, from now on, if older ones stay in use or layers share weights."""
+        modules = {bound.number: bound.layer.module for bound in self.bound}
+        versions = Versions(modules)
+        has_ties = any(bound.doubles for bound in self.bound)
+        self.versions = versions if versions.parameters and (depth or has_ties) else None
+
+    def gather_gradients(self) -> None:
+        """All gradients of a mini-batch are there: if they gathered elsewhere, to the weights."""
+        if self.versions is not None:
+            self.versions.hand_over()
+
+    def _gathering(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.versions is None else self.versions.gathering(version)
 
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
         is_kept = grad and (again or not this.recompute)
@@ -207,9 +229,11 @@ class Stage:
             if catch:
                 around.enter_context(catch)
             if self.statistics.modules:
-                around.enter_context(self.statistics.watch(this.microbatch, again=again))
+                around.enter_context(self.statistics.watch(this.step, this.microbatch, again=again))
+            weights = self.versions.of(this.version) if self.versions and grad else None
             for bound in self.bound:
-                self._run_layer(bound, this, entered, written)
+                doubles = weights[bound.number] if weights else bound.doubles
+                self._run_layer(bound, this, entered, written, doubles)
                 for value in bound.last_uses:
                     del written[value]
             loss = self._loss(this, written) if this.target else None
@@ -219,7 +243,8 @@ class Stage:
             kept = (*kept, self.layers.output)
         writes = {value: trees.map_leaves(trees.itself, written[value]) for value in kept}
         weight = this.target.weight if this.target else 0.0
-        return Graph(reads, writes, loss, weight, catch.calls if catch else [], parking)
+        calls = catch.calls if catch else []
+        return Graph(reads, writes, loss, weight, calls, parking, this.version)
 
     def _enter(self, this: Pass) -> tuple[Reads, dict[tuple[int, Value], Any]]:
         """For each layer the leaves where its gradients gather, and what it is given."""
@@ -239,6 +264,7 @@ class Stage:
         this: Pass,
         entered: dict[tuple[int, Value], Any],
         written: dict[Value, Any],
+        doubles: dict[str, Tensor] | None,
     ) -> None:
         name, module = bound.layer.name, bound.layer.module
         self.at_work = name
@@ -246,10 +272,10 @@ class Stage:
         before = [pair for tree in brought.values() for pair in versions(tree)]
         given = [brought[v] if v in brought else written[v] for v in bound.sources]
         if self.silent.is_silent(module):
-            result = _call(bound, given)
+            result = _call(module, doubles, given)
         else:
             with drawing(Key(this.seed, this.step, this.first + this.microbatch, name)) as watched:
-                result = _call(bound, given)
+                result = _call(module, doubles, given)
             self.silent.note(module, drew=watched.drew)
         if before:
             self.in_place.look(name, module, before)
@@ -302,10 +328,8 @@ def _bound(
     )
 
 
-def _call(bound: Bound, given: list[Any]) -> Any:
-    if bound.doubles:
-        return functional_call(bound.layer.module, bound.doubles, tuple(given))
-    return bound.layer.module(*given)
+def _call(module: nn.Module, doubles: dict[str, Tensor] | None, given: list[Any]) -> Any:
+    return functional_call(module, doubles, tuple(given)) if doubles else module(*given)
 
 
 def _is_compiled(module: nn.Module) -> bool:

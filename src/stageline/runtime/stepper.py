@@ -1,0 +1,208 @@
+"""Optimizers that the pipeline owns: one for each stage, which steps when its gradients are there.
+
+A stage whose gradients are not finite leaves its step out, and says so. Nobody else may step these
+optimizers or change their options while mini-batches are on their way: stages are at different
+steps then.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stageline.errors import ModelError
+
+if TYPE_CHECKING:
+    from stageline.runtime.batch_norm import Seen
+    from stageline.runtime.executor import Step
+    from stageline.runtime.stage import Stage
+    from stageline.runtime.versions import Versions
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+Options = list[dict[str, Any]]  # by parameter group
+
+
+class Update(NamedTuple):
+    """What a step did to a stage."""
+
+    is_skipped: bool
+    norm: float  # of the change of its weights, or of their gradients if it was not watched
+
+
+@dataclass
+class StageOptimizer:
+    """Of one stage. State: the options that its groups have as far as we know."""
+
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    known: Options
+
+    @staticmethod
+    def of(
+        parameters: Iterable[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+    ) -> StageOptimizer | None:
+        """None for a stage that has nothing to train."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return None
+        optimizer = make_optimizer(trained)
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(
+                f"optimizer gave {optimizer!r} for the parameters of a stage, but has to be a "
+                "function that makes an optimizer: optimizer=lambda params: SGD(params, lr=0.1)"
+            )
+        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        return StageOptimizer(optimizer, scheduler, options_of(optimizer))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def meddling(self) -> str | None:
+        """What someone else did to the options, in words."""
+        for old, new in zip(self.known, options_of(self.optimizer), strict=False):
+            for name, value in old.items():
+                if new.get(name) != value:
+                    return f"{name} went from {value} to {new.get(name)}"
+        return None
+
+    def restore(self) -> None:
+        for group, options in zip(self.optimizer.param_groups, self.known, strict=False):
+            group.update(options)
+
+    def after_step(self) -> None:
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.known = options_of(self.optimizer)
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    return [
+        {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+        for group in optimizer.param_groups
+    ]
+
+
+class Stepper:
+    """State: the optimizers, and what others were seen to do to them."""
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        own: Mapping[int, StageOptimizer | None],
+        finish: Callable[[], None],
+        seen_by_replicas: Callable[[Seen], Seen],
+        *,
+        watches: bool,
+    ) -> None:
+        self.stages, self.own = stages, own
+        self.finish, self.seen_by_replicas = finish, seen_by_replicas
+        self.watches = watches  # how much weights change
+        self.meddled: str | None = None
+        self.at_work: set[Optimizer] = set()
+        self.release = weakref.finalize(self, self._refuse_others())
+
+    def step(self, number: int, depth: int, step: Step) -> Update:
+        """In a stream: all gradients of a mini-batch are there, on this stage."""
+        self.finish()
+        stage, own = self.stages[number], self.own[number]
+        stage.at_work = "optimizer"
+        if own is not None and self.meddled is None and (found := own.meddling()):
+            self.meddled = f"{found} on stage {number}"
+        if own is not None:
+            own.restore()
+        update = self._step(own, stage.versions, depth)
+        stage.statistics.update(step.number, self.seen_by_replicas)
+        return update
+
+    def step_now(self, number: int) -> Update:
+        """Between two mini-batches, when options may have changed."""
+        return self._step(self.own[number], None, 0)
+
+    def check(self) -> None:
+        """Raise if somebody else changed an optimizer since the stream began."""
+        for number, own in self.own.items():
+            if own is not None and self.meddled is None and (found := own.meddling()):
+                self.meddled = f"{found} on stage {number}"
+        if self.meddled is not None:
+            raise ModelError(
+                f"{self.meddled}, in the middle of a stream in which every stage is at another "
+                "step: give Pipeline a scheduler=, which steps with each stage, or change it "
+                "between two streams"
+            )
+
+    def begin(self) -> None:
+        """A stream: from now on options are ours alone."""
+        self.meddled = None
+        for own in self.own.values():
+            if own is not None:
+                own.known = options_of(own.optimizer)
+
+    def _step(self, own: StageOptimizer | None, versions: Versions | None, depth: int) -> Update:
+        if own is None:
+            return Update(is_skipped=False, norm=0.0)
+        parameters = own.parameters
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = float(get_total_norm(gradients)) if gradients else 0.0
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            before = [p.data if depth else p.data.clone() for p in parameters if self.watches]
+            if versions is not None:
+                versions.begin_step(depth)
+            with self._at_work(own.optimizer):
+                own.optimizer.step()
+            if versions is not None:
+                versions.end_step(depth)
+            norm = _distance(parameters, before) if before else norm
+        elif versions is not None:
+            versions.skip_step()
+        own.after_step()
+        return Update(not is_finite, norm)
+
+    @contextmanager
+    def _at_work(self, optimizer: Optimizer) -> Iterator[None]:
+        self.at_work.add(optimizer)
+        try:
+            yield
+        finally:
+            self.at_work.discard(optimizer)
+
+    def _refuse_others(self) -> Callable[[], None]:
+        """A hook before all steps of all optimizers, those of others too; gives what removes it."""
+        owned = {parameter for own in self.own.values() if own for parameter in own.parameters}
+        at_work = self.at_work
+
+        def refuse(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in at_work and any(
+                parameter in owned
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
+                raise ModelError(
+                    f"{type(optimizer).__name__}.step() was called for weights that the pipeline "
+                    "steps itself, when their gradients are complete: leave it out"
+                )
+
+        return register_optimizer_step_pre_hook(refuse).remove
+
+
+def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> float:
+    """Between two versions of weights, one at a time: their difference needs memory too."""
+    pairs = zip(parameters, before, strict=True)
+    norms = [torch.linalg.vector_norm(new.detach() - old) for new, old in pairs]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
