@@ -34,6 +34,7 @@ from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace, gathered
 from stageline.runtime.guard import Guard
+from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
 from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.move import (
@@ -69,6 +70,7 @@ from stageline.runtime.stepper import (
 )
 from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
+from stageline.runtime.undo import check_undoable
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
@@ -110,6 +112,11 @@ class StepResult:
     def skipped(self) -> tuple[int, ...]:
         """The stages that made no step, because their gradients were not finite."""
         return tuple(stage for stage, update in self.told.updates.items() if update.is_skipped)
+
+    @property
+    def redone(self) -> tuple[int, ...]:
+        """The stages that took a step back and made it again, with gradients that were clipped."""
+        return tuple(stage for stage, update in self.told.updates.items() if update.is_redone)
 
     @property
     def update_norms(self) -> dict[int, float]:
@@ -266,12 +273,23 @@ class Pipeline:
     @property
     def ahead(self) -> int:
         """How many mini-batches after its own a result of `run` is given back."""
-        return 0 if self.needs_barriers else self.executor.period.lag + 1
+        return 0 if self.needs_barriers else self._lag + 1
 
     @property
     def needs_barriers(self) -> bool:
-        """Weights on several ranks, and the norm of all gradients, are known at the end only."""
-        return self.max_norm is not None or bool(self.tied.by_weight and not self.is_asynchronous)
+        """Whether ranks wait for each other at the end of each mini-batch, also in `run`.
+
+        They do if layers share weights, or if gradients are clipped and a step cannot be undone.
+        """
+        is_clipped = self.max_norm is not None
+        clips_early = is_clipped and (self.stepper is None or self.stepper.clipping is None)
+        return clips_early or bool(self.tied.by_weight and not self.is_asynchronous)
+
+    @property
+    def _lag(self) -> int:
+        """How many mini-batches after its own the last thing of a mini-batch is done."""
+        is_late = self.stepper is not None and self.stepper.clipping is not None
+        return self.executor.period.lag + is_late
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -364,11 +382,10 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients down to a global norm; gives back the norm that they had."""
-        everywhere = {p: number for number, p in enumerate(self.layers.modules.parameters())}
-        own = {everywhere[p]: _norm(p.grad) for p in self._counted() if p.grad is not None}
+        everywhere = self._numbers()
+        own = {everywhere[p]: norm_of(p.grad) for p in self._counted() if p.grad is not None}
         norms = self.peers.norms(own, len(everywhere))
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils does
+        total, factor = total_norm(norms), clip_factor(norms, max_norm)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor.to(parameter.device))
@@ -500,7 +517,8 @@ class Pipeline:
         place = find_place(mesh, schedule.num_ranks, timeout, turns if schedule.replicas else ())
         sizes = schedule.num_microbatches, schedule.num_stages
         peers = Group(place, schedule.placement[-1], *sizes)
-        driver = Processes(place, self.devices[peers.rank], timeout, self._reduce)
+        count = len(self._numbers())
+        driver = Processes(place, self.devices[peers.rank], timeout, self._reduce, count)
         peers.guard = driver.guarded
         return driver, peers
 
@@ -529,6 +547,10 @@ class Pipeline:
             schedule = streamed(schedule, 1)
         return Executor(routine(schedule, edges), self.layers, stages, recompute)
 
+    def _numbers(self) -> dict[nn.Parameter, int]:
+        """Of all parameters, in the order of the layers."""
+        return {p: number for number, p in enumerate(self.layers.modules.parameters())}
+
     def _owned(
         self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None
     ) -> Stepper:
@@ -543,14 +565,31 @@ class Pipeline:
                 taken |= set(fresh)
                 own[number] = StageOptimizer.of(fresh, make_optimizer, make_scheduler)
         share = self.peers.finish, self.peers.seen_by_replicas
-        return Stepper(self.executor.stages, own, *share, watches=self.is_asynchronous)
+        stepper = Stepper(self.executor.stages, own, *share, watches=self.is_asynchronous)
+        if self.max_norm is not None and self._can_clip_late(stepper):
+            stepper.clipping = LateClipping(own, self._numbers(), self.max_norm, stepper.stepping)
+        return stepper
+
+    def _can_clip_late(self, stepper: Stepper) -> bool:
+        """Whether steps can be undone, and forwards repeated, on every rank."""
+        try:
+            for own in stepper.own.values():
+                if own is not None:
+                    check_undoable(own.optimizer)
+        except ModelError:
+            return False
+        has_norms = any(stage.statistics.modules for stage in self.executor.stages)
+        return not (has_norms and self.batch_norm == "microbatch")
 
     def _step_all(self, stepper: Stepper, step: Step) -> None:
         """After a mini-batch whose gradients are all there."""
-        if self.max_norm is not None:
-            self.clip_grad_norm_(self.max_norm)
-        for number in stepper.own:
-            step.updates[number] = stepper.step_now(number)
+        total = self.clip_grad_norm_(self.max_norm) if self.max_norm is not None else None
+        if total is None or torch.isfinite(total):
+            for number in stepper.own:
+                step.updates[number] = stepper.step_now(number)
+        else:
+            for number in stepper.own:
+                step.updates[number] = stepper.skip(number, float(total))
 
     def _stream(self, stepper: Stepper, loader: Iterable[tuple[Any, Any]]) -> Iterator[StepResult]:
         guard, looked_at = Guard(), deque[tuple[int, StepResult]]()
@@ -585,7 +624,7 @@ class Pipeline:
             raise ModelError(
                 "some parameters have gradients, but a stream begins without: call zero_grad()"
             )
-        stream = Stream(stepper=stepper, is_traced=self.is_traced)
+        stream = Stream(stepper=stepper, is_traced=self.is_traced, lag=self._lag)
         stages = [
             stage for number, stage in enumerate(self.executor.stages) if number in stepper.own
         ]
@@ -783,9 +822,3 @@ def _numbers(tree: Any) -> list[bytes]:
     tree = tree.target if isinstance(tree, Target) else tree
     flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in trees.tensors(tree))
     return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm = gradient.norm()
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole

@@ -83,6 +83,11 @@ class Statistics:
 
         return note
 
+    def forget(self, step: int) -> None:
+        """Forwards that will be run again."""
+        for found in self.seen.values():
+            found[:] = [pair for pair in found if pair[0][0] != step]
+
     def update(self, step: int, of_replicas: Callable[[Seen], Seen]) -> None:
         """At the end of a step: what all replicas saw goes into the running statistics."""
         seen: Seen = {}

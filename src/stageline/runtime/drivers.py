@@ -16,9 +16,18 @@ from typing import Protocol
 import torch
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.ahead import norms_for
 from stageline.runtime.devices import current
-from stageline.runtime.executor import Executor, Message, Parcel, Rank, Step, Stream
-from stageline.runtime.mailbox import Mailbox, PostOffice, Stopped
+from stageline.runtime.executor import (
+    Executor,
+    Message,
+    Parcel,
+    Rank,
+    Step,
+    Stream,
+)
+from stageline.runtime.late_clipping import Norms
+from stageline.runtime.mailbox import Mailbox, Poll, PostOffice, Stopped
 from stageline.schedules.action import WHOLE_BATCH, Action, Kind
 
 WORDS = {
@@ -53,7 +62,7 @@ class Driver(Protocol):
 
 def run_once(driver: Driver, executor: Executor, step: Step) -> Stream:
     """One mini-batch, to its end."""
-    stream = Stream(step.purpose)
+    stream = Stream(step.purpose, lag=executor.period.lag)
     running = driver.start(executor, stream)
     running.feed(step)
     running.drain()
@@ -63,8 +72,9 @@ def run_once(driver: Driver, executor: Executor, step: Step) -> Stream:
 class Desk:
     """Where ranks that take turns leave messages for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.messages: dict[Parcel, Message] = {}
+        self.num_ranks, self.poll = num_ranks, Poll(num_ranks)
 
     def send(self, parcel: Parcel, message: Message) -> None:
         self.messages[parcel] = message
@@ -74,6 +84,11 @@ class Desk:
 
     def reduce(self, stage: int) -> None:
         """There is one replica."""
+
+    def tell(self, rank: int, minibatch: int, norms: Norms) -> None:  # noqa: ARG002  counted
+        if everywhere := self.poll.tell(minibatch, norms):
+            for other in range(self.num_ranks):
+                self.messages[minibatch, norms_for(other)] = Message(everywhere, 0.0)
 
 
 class Serial:
@@ -90,7 +105,8 @@ class InTurns:
     """Segment by segment: no rank needs what another does in a later one."""
 
     def __init__(self, executor: Executor, stream: Stream) -> None:
-        self.executor, self.stream, self.desk = executor, stream, Desk()
+        self.executor, self.stream = executor, stream
+        self.desk = Desk(executor.num_ranks)
 
     def feed(self, step: Step) -> None:
         self.stream.add(step)
@@ -100,7 +116,7 @@ class InTurns:
         """It is done."""
 
     def drain(self) -> None:
-        for segment in segments_to_drain(self.executor, self.stream):
+        for segment in segments_to_drain(self.stream):
             self._run(segment)
 
     def _run(self, segment: int) -> None:
@@ -127,9 +143,9 @@ class InTurns:
             raise _failure(self.executor, self.stream, rank, error) from error
 
 
-def segments_to_drain(executor: Executor, stream: Stream) -> range:
+def segments_to_drain(stream: Stream) -> range:
     """Those that no mini-batch begins."""
-    return range(stream.length, stream.length + executor.period.lag if stream.length else 0)
+    return range(stream.length, stream.length + stream.lag if stream.length else 0)
 
 
 class Threads:
@@ -197,7 +213,7 @@ class SideBySide:
     def __init__(self, home: Threads, executor: Executor, stream: Stream) -> None:
         self.home, self.executor, self.stream = home, executor, stream
         self.num_threads = torch.get_num_threads()
-        self.gate = Gate(executor.num_ranks, executor.period.lag)
+        self.gate = Gate(executor.num_ranks, stream.lag)
         self.post = PostOffice(executor.period.placement, executor.num_ranks)
         self.failures: list[StageError] = []
         self.futures = [home.pool.submit(self._work, rank) for rank in range(executor.num_ranks)]
@@ -208,7 +224,7 @@ class SideBySide:
 
     def wait(self, number: int) -> None:
         with self._stopping_all():
-            self.gate.wait(number + self.executor.period.lag)
+            self.gate.wait(number + self.stream.lag)
         if self.gate.is_stopped:
             self.drain()
 

@@ -5,9 +5,6 @@ driver decides what waiting means: `serial` lets another rank go on, `threads` b
 
 A mini-batch begins a segment. In it a rank runs its period once, for this mini-batch and for those
 before that are still on their way; what is left then runs in segments that no mini-batch begins.
-
-What an action reads, awaits and sends is worked out once, before any data comes: with emulated
-devices a millisecond of ours is a millisecond of theirs.
 """
 
 from __future__ import annotations
@@ -18,12 +15,14 @@ from enum import Enum
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.model.layers import LayerSequence, Value
+from stageline.runtime.ahead import Naming, ahead, as_it_is, norms_for
 from stageline.runtime.ambient import Ambient
+from stageline.runtime.late_clipping import Norms
 from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting, sums
 from stageline.runtime.stepper import Stepper, Update
-from stageline.schedules.action import COMPUTE, Action, Kind
-from stageline.schedules.edges import Routes
+from stageline.runtime.tasks import Task, inputs_of, tasks_of
+from stageline.schedules.action import Action, Kind
 from stageline.schedules.stream import Beat, Period
 
 Contents = dict[Value, Any]  # values, or gradients of values
@@ -56,7 +55,7 @@ KINDS = {
 class Message(NamedTuple):
     """What one stage sends another."""
 
-    contents: Contents
+    contents: Any  # by value; or norms of gradients
     sent_at: float
 
 
@@ -72,6 +71,9 @@ class Transport(Protocol):
     def reduce(self, stage: int) -> None:
         """All gradients of a stage are there: replicas may add theirs."""
 
+    def tell(self, rank: int, minibatch: int, norms: Norms) -> None:
+        """The norms of a rank's gradients; those of all ranks are one message to each of them."""
+
 
 class Moment(NamedTuple):
     """When a rank came to an action and what it waited for, in seconds of `perf_counter`."""
@@ -82,21 +84,6 @@ class Moment(NamedTuple):
     start: float
     end: float
     minibatch: int = 0
-
-
-class Task(NamedTuple):
-    """One action of a rank's program, with all that is known of it before the data."""
-
-    action: Action
-    stage: Stage | None  # of what computes
-    awaits: tuple[tuple[Action, bool], ...]  # messages, and whether they come from another rank
-    gives: tuple[tuple[Action, bool, tuple[Value, ...]], ...]  # and what of its values goes there
-    in_halves: bool  # the backward of this micro-batch comes as I and W
-    waits: bool  # between this forward and its backward the rank does something else
-    ahead: Beat | None  # the backward that is next, if one is
-    lag: int  # how many mini-batches its own came before the one that begins the segment
-    version: int  # of the weights, relative to the number of its mini-batch
-    depth: int  # how many versions before the one that a step makes are still in use after it
 
 
 @dataclass
@@ -123,6 +110,7 @@ class Boxes(NamedTuple):
 
     inbox: dict[Parcel, Message]  # messages between two stages of this rank
     outbox: dict[Parcel, Message]  # made, and not yet sent
+    unsettled: list[int]  # the mini-batch whose step was a guess, if there is one
 
 
 @dataclass
@@ -134,9 +122,14 @@ class Stream:
     steps: dict[int, Step] = field(default_factory=dict)  # those on their way, by number
     length: int = 0  # how many there have been
     is_traced: bool = True  # whether moments are noted: an endless stream has too many
+    lag: int = 0  # how many segments after its own a mini-batch is done
     moments: dict[int, list[Moment]] = field(default_factory=dict)  # by rank
     now: dict[int, Parcel] = field(default_factory=dict)  # what each rank does, for errors
     boxes: dict[int, Boxes] = field(default_factory=dict)  # by rank
+
+    @property
+    def clips_late(self) -> bool:
+        return self.stepper is not None and self.stepper.clipping is not None
 
     def add(self, step: Step) -> None:
         self.steps[self.length] = step
@@ -161,8 +154,9 @@ class Executor:
         self.period, self.layers, self.stages = period, layers, stages
         self.recompute = recompute  # by stage
         self.last = len(stages) - 1
-        self.inputs = [_inputs(layers, stage.numbers) for stage in stages]
-        self.tasks = _tasks(period, layers, stages)
+        self.inputs = [inputs_of(layers, stage.numbers) for stage in stages]
+        self.tasks = tasks_of(period, layers, stages)
+        self.ahead = ahead(self.tasks)
         self.parcels = {  # what each message holds
             message: values
             for row in self.tasks
@@ -182,10 +176,82 @@ class Executor:
 
     def run(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Rank:
         """All that a rank does from the beginning of one mini-batch to that of the next."""
+        if stream.clips_late:
+            return self._run_ahead(rank, segment, stream, transport)
+        return self._perform(self.tasks[rank], rank, segment, stream, transport)
+
+    def _run_ahead(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Rank:
+        """As far as can be repeated with weights that are a guess, and on when they are settled."""
+        _, _, unsettled = stream.boxes.setdefault(rank, Boxes({}, {}, []))
+        own = self.ahead.by_rank[rank]
+        yield from self._perform(own.first, rank, segment, stream, transport)
+        name: Naming = as_it_is
+        if unsettled:
+            number = unsettled.pop()
+            message = yield number, norms_for(rank)
+            is_redone = self._settle(rank, stream.steps[number], message.contents, stream)
+            if is_redone and segment in stream.steps:
+                name = self.ahead.second
+                yield from self._forget(rank, segment, stream.steps[segment], transport)
+                yield from self._perform(own.first, rank, segment, stream, transport, name)
+        yield from self._perform(own.rest, rank, segment, stream, transport, name)
+
+    def _step_ahead(
+        self,
+        rank: int,
+        number: int,
+        stream: Stream,
+        transport: Transport,
+    ) -> Rank:
+        """Of all stages of a rank, when the gradients of the last of them are there."""
+        assert stream.stepper is not None
+        clipping, step = stream.stepper.clipping, stream.steps[number]
+        assert clipping is not None
+        stages = self.ahead.by_rank[rank].stages
+        stream.stepper.begin_late(stages, step)
+        norms = clipping.norms(stages)
+        transport.tell(rank, number, norms)
+        if clipping.guess(stages, norms):
+            stream.boxes[rank].unsettled.append(number)
+        else:
+            message = yield number, norms_for(rank)
+            self._settle(rank, step, message.contents, stream)
+
+    def _settle(self, rank: int, step: Step, norms: Norms, stream: Stream) -> bool:
+        """Whether a step was made again."""
+        assert stream.stepper is not None
+        assert stream.stepper.clipping is not None
+        stages = self.ahead.by_rank[rank].stages
+        update, is_redone = stream.stepper.clipping.settle(stages, norms)
+        step.updates |= dict.fromkeys(stages, update._replace(is_redone=is_redone))
+        return is_redone
+
+    def _forget(self, rank: int, number: int, step: Step, transport: Transport) -> Rank:
+        """What forwards with wrong weights left behind, here and on its way to here."""
+        own = self.ahead.by_rank[rank]
+        for stage in own.stages:
+            step.waiting.pop(stage, None)
+            self.stages[stage].statistics.forget(step.number)
+        for receive, send, was_asked in own.stale:
+            if send.microbatch < len(step.inputs):
+                if not was_asked:
+                    transport.expect(number, receive)
+                yield number, send
+
+    def _perform(
+        self,
+        tasks: Sequence[Task],
+        rank: int,
+        segment: int,
+        stream: Stream,
+        transport: Transport,
+        name: Naming = as_it_is,
+    ) -> Rank:
+        """The loop. Messages that go a second time have names of their own."""
         kinds = KINDS[stream.purpose]
-        inbox, outbox = stream.boxes.setdefault(rank, Boxes({}, {}))
+        inbox, outbox, _ = stream.boxes.setdefault(rank, Boxes({}, {}, []))
         moments = stream.moments.setdefault(rank, []) if stream.is_traced else []
-        for task in self.tasks[rank]:
+        for task in tasks:
             number = segment - task.lag
             step = stream.steps.get(number)
             action = task.action
@@ -194,20 +260,19 @@ class Executor:
                 continue  # a batch of fewer samples than micro-batches leaves the last ones out
             stream.now[rank] = number, action
             if kind is Kind.SEND_F or kind is Kind.SEND_B:
-                transport.send((number, action), outbox.pop((number, action)))
+                transport.send((number, name(action)), outbox.pop((number, action)))
             elif kind is Kind.RECV_F or kind is Kind.RECV_B:
-                transport.expect(number, action)
+                transport.expect(number, name(action))
             elif task.stage is None:
-                start = perf_counter()
-                if self._whole(task, step, stream.stepper, transport):
-                    moments.append(Moment(action, start, 0.0, start, perf_counter(), number))
+                yield from self._whole(task, rank, number, stream, transport, moments)
             else:
                 if kind is not Kind.F and kind is not Kind.W:
                     self._recompute(task, step, number, moments)
                 asked, sent = perf_counter(), 0.0
                 received: Contents = {}
                 for message, is_far in task.awaits:
-                    found = (yield (number, message)) if is_far else inbox.pop((number, message))
+                    parcel = number, name(message)
+                    found = (yield parcel) if is_far else inbox.pop((number, message))
                     sent = max(sent, found.sent_at) if is_far else sent
                     _merge(received, found.contents)
                 start = perf_counter()
@@ -219,17 +284,28 @@ class Executor:
                     (outbox if is_far else inbox)[number, message] = Message(contents, end)
                 del received, made  # what they hold may be large, and the next action may be far
 
-    def _whole(self, task: Task, step: Step, stepper: Stepper | None, transport: Transport) -> bool:
-        """What is done once for all micro-batches; whether it was a step of the optimizer."""
-        stage = task.action.stage
+    def _whole(
+        self,
+        task: Task,
+        rank: int,
+        number: int,
+        stream: Stream,
+        transport: Transport,
+        moments: list[Moment],
+    ) -> Rank:
+        """What is done once for all micro-batches: reduce gradients, step the optimizer."""
+        stage, stepper = task.action.stage, stream.stepper
         if task.action.kind is Kind.REDUCE_GRAD:
             self.stages[stage].gather_gradients()
             transport.reduce(stage)
-            return False
-        if stepper is None:
-            return False
-        step.updates[stage] = stepper.step(stage, task.depth, step)
-        return True
+        elif stepper is not None:
+            start = perf_counter()
+            if not stream.clips_late:
+                step = stream.steps[number]
+                step.updates[stage] = stepper.step(stage, task.depth, step)
+            elif task.is_last_step:
+                yield from self._step_ahead(rank, number, stream, transport)
+            moments.append(Moment(task.action, start, 0.0, start, perf_counter(), number))
 
     def _recompute(self, task: Task, step: Step, number: int, moments: list[Moment]) -> None:
         """While the gradient may still be on its way."""
@@ -307,120 +383,6 @@ class Executor:
         mode = self.recompute[stage]
         is_last = microbatch == len(step.inputs) - 1
         return mode == "always" or (mode == "except_last" and not is_last)
-
-
-def _tasks(
-    period: Period, layers: LayerSequence, stages: list[Stage]
-) -> tuple[tuple[Task, ...], ...]:
-    """By rank."""
-    in_halves = {
-        (beat.action.stage, beat.action.microbatch)
-        for row in period.rows
-        for beat in row
-        if beat.action.kind is Kind.I
-    }
-    reads = [_reads(layers, stage.numbers) for stage in stages]
-    rows = []
-    for row in period.rows:
-        compute = [beat for beat in row if beat.action.kind in COMPUTE]
-        following = dict(zip(compute, [*compute[1:], None], strict=True))
-        rows.append(
-            tuple(
-                Task(
-                    beat.action,
-                    stages[beat.action.stage] if beat in following else None,
-                    _awaits(period.routes, beat.action),
-                    _gives(period.routes, beat.action, reads, stages),
-                    (beat.action.stage, beat.action.microbatch) in in_halves,
-                    _waits(beat, following.get(beat)),
-                    _ahead(following.get(beat)),
-                    beat.lag,
-                    beat.version,
-                    depth(row, position),
-                )
-                for position, beat in enumerate(row)
-            )
-        )
-    return tuple(rows)
-
-
-def depth(row: Sequence[Beat], position: int) -> int:
-    """How many older versions than the one that is made here are still used after it.
-
-    What stands further on in the row uses its weights in this segment; all others not before the
-    next one.
-    """
-    made = row[position]
-    if made.action.kind is not Kind.STEP:
-        return 0
-    used = (
-        beat.version - beat.lag + (0 if other > position else 1)
-        for other, beat in enumerate(row)
-        if beat.action.kind in COMPUTE and beat.action.stage == made.action.stage
-    )
-    return max(0, made.version - made.lag - min(used))
-
-
-def _awaits(routes: Routes, action: Action) -> tuple[tuple[Action, bool], ...]:
-    stage, kind, microbatch, _, _ = action
-    if kind is Kind.F:
-        sends = [Action(w, Kind.SEND_F, microbatch, stage) for w in routes.writers[stage]]
-    elif kind in (Kind.B, Kind.I):
-        sends = [Action(r, Kind.SEND_B, microbatch, stage) for r in routes.readers[stage]]
-    else:
-        sends = []
-    return tuple((send, routes.crosses(send.stage, stage)) for send in sends)
-
-
-def _gives(
-    routes: Routes, action: Action, reads: list[set[Value]], stages: list[Stage]
-) -> tuple[tuple[Action, bool, tuple[Value, ...]], ...]:
-    stage, kind, microbatch, _, _ = action
-    if kind is Kind.F:
-        sends = [
-            (Action(stage, Kind.SEND_F, microbatch, reader), _from(stages[stage], reads[reader]))
-            for reader in routes.readers[stage]
-        ]
-    elif kind in (Kind.B, Kind.I):
-        sends = [
-            (Action(stage, Kind.SEND_B, microbatch, writer), _from(stages[writer], reads[stage]))
-            for writer in routes.writers[stage]
-        ]
-    else:
-        sends = []
-    return tuple((send, routes.crosses(stage, send.peer), values) for send, values in sends)
-
-
-def _from(writer: Stage, reads: set[Value]) -> tuple[Value, ...]:
-    return tuple(sorted(value for value in reads if value.writer in writer.numbers))
-
-
-def _waits(beat: Beat, following: Beat | None) -> bool:
-    """Whether what this forward keeps is not needed at once."""
-    action = beat.action
-    is_next = (
-        following is not None
-        and following.action.kind in (Kind.B, Kind.I)
-        and (following.action.stage, following.action.microbatch, following.lag)
-        == (action.stage, action.microbatch, beat.lag)
-    )
-    return action.kind is Kind.F and not is_next
-
-
-def _ahead(following: Beat | None) -> Beat | None:
-    is_backward = following is not None and following.action.kind in (Kind.B, Kind.I)
-    return following if is_backward else None
-
-
-def _reads(layers: LayerSequence, numbers: range) -> set[Value]:
-    """What a stage needs from outside."""
-    read = {value for number in numbers for value in layers.sources[number]}
-    return {value for value in read if value.writer not in numbers}
-
-
-def _inputs(layers: LayerSequence, numbers: range) -> tuple[Value, ...]:
-    """What a stage needs from the loader."""
-    return tuple(sorted(v for v in _reads(layers, numbers) if v.writer == INPUT))
 
 
 def _merge(into: Contents, message: Contents) -> None:

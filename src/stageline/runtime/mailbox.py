@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from threading import Lock
 
+from stageline.runtime.ahead import norms_for
 from stageline.runtime.executor import Message, Parcel
+from stageline.runtime.late_clipping import Norms
 from stageline.schedules.action import Action
 from stageline.schedules.placement import Placement
 
@@ -40,12 +43,32 @@ class Mailbox:
         self.queue.put(None)
 
 
+class Poll:
+    """The norms that ranks tell. State: those of mini-batches that some have not told yet."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.told: dict[int, list[Norms]] = {}
+        self.lock = Lock()
+
+    def tell(self, minibatch: int, norms: Norms) -> Norms | None:
+        """Those of all ranks, to the last one that tells."""
+        with self.lock:
+            told = self.told.setdefault(minibatch, [])
+            told.append(norms)
+            if len(told) < self.num_ranks:
+                return None
+            del self.told[minibatch]
+        return {number: norm for each in told for number, norm in each.items()}
+
+
 class PostOffice:
     """The mailboxes of all ranks, for the messages of one stream. State: whether it is over."""
 
     def __init__(self, placement: Placement, num_ranks: int) -> None:
         self.placement = placement
         self.mailboxes = [Mailbox() for _ in range(num_ranks)]
+        self.poll = Poll(num_ranks)
         self.is_closed = False
 
     def send(self, parcel: Parcel, message: Message) -> None:
@@ -59,6 +82,11 @@ class PostOffice:
 
     def reduce(self, stage: int) -> None:
         """There is one replica."""
+
+    def tell(self, rank: int, minibatch: int, norms: Norms) -> None:  # noqa: ARG002  counted
+        if everywhere := self.poll.tell(minibatch, norms):
+            for other, mailbox in enumerate(self.mailboxes):
+                mailbox.put((minibatch, norms_for(other)), Message(everywhere, 0.0))
 
     def close(self) -> None:
         self.is_closed = True

@@ -324,7 +324,7 @@ class Group:
                 table[:, column] = torch.tensor(facts, dtype=torch.float64)
             for stage, update in step.updates.items():
                 if self.place.replica == 0 and self._is_first_of_stage:
-                    facts = [update.norm, float(update.is_skipped), 1.0]
+                    facts = [update.norm, update.is_skipped + 2.0 * update.is_redone, 1.0]
                     table[:, num_losses + stage] = torch.tensor(facts, dtype=torch.float64)
         work = dist.all_reduce(table, group=self.place.everyone, async_op=True)
         self.telling[:] = [other for other in self.telling if not other.is_completed()] + [work]
@@ -339,8 +339,8 @@ class Group:
                 if kind
             ]
             updates = {
-                stage: Update(bool(is_skipped), norm)
-                for stage, (norm, is_skipped, is_there) in enumerate(rows[num_losses:])
+                stage: Update(flags in (1, 3), norm, flags in (2, 3))
+                for stage, (norm, flags, is_there) in enumerate(rows[num_losses:])
                 if is_there
             }
             return Told(losses, updates)

@@ -29,15 +29,16 @@ from torch import Tensor
 from stageline.errors import ModelError, StageError, StagelineError
 from stageline.model.layers import Value
 from stageline.runtime import wire
+from stageline.runtime.ahead import sent_as
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import Running, failure_text, segments_to_drain
 from stageline.runtime.executor import Executor, Message, Parcel, Step, Stream
+from stageline.runtime.late_clipping import Norms
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
 from stageline.runtime.watch import NO_ANSWER, Watch
-from stageline.schedules.action import Action, Kind
+from stageline.schedules.action import NO_VERSION, Action, Kind
 
-SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard twice a second
 UNKNOWN = 0  # tag of messages whose form only the sender knows
 SMALL = 2**20  # bytes of messages that may be held a little longer than they need
@@ -279,8 +280,9 @@ class Processes:
         device: torch.device | None,
         limit: float,
         reduce: Callable[[int], None],
+        num_parameters: int,
     ) -> None:
-        self.place = place
+        self.place, self.num_parameters = place, num_parameters
         self.device, self.limit, self.reduce = device, limit, reduce
         self.rank = dist.get_rank(place.pipeline)
         self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
@@ -317,7 +319,7 @@ class Processes:
                     transport.post()
                     self.outgoing.flush(beyond=SMALL)
                     asked = perf_counter()
-                    need = run.send(self.incoming.take(need))
+                    need = run.send(transport.take(need))
         except StopIteration:
             self.outgoing.flush()
             self.at.action = None
@@ -325,6 +327,8 @@ class Processes:
             is_overdue = perf_counter() - asked >= self.limit
             told = self._overdue(need[1]) if need and is_overdue else self._loss_of(lost)
             raise self._failed(told) from None
+        except StageError:
+            raise
         except BaseException as error:
             told = self.watch.tell(failure_text(executor, stream, self.rank, error))
             raise self._failed(told) from error
@@ -444,23 +448,48 @@ class Network:
         self.home = home
         self.ways: dict[int, dict[Action, Way]] = {}
         self.asked: list[Parcel] = []
+        self.polls: dict[int, tuple[dist.Work, Tensor, torch.dtype]] = {}  # norms on their way
 
     def send(self, parcel: Parcel, message: Message) -> None:
-        number, send = parcel
-        peer, layout = self.ways[number][send]
+        peer, layout = self._way(parcel)
         self.home.outgoing.send(peer, layout, message.contents)
         self.post()
 
     def expect(self, minibatch: int, receive: Action) -> None:
-        stage, kind, microbatch, peer, _ = receive
-        self.asked.append((minibatch, Action(peer, SENDS[kind], microbatch, stage)))
+        self.asked.append((minibatch, sent_as(receive)._replace(version=receive.version)))
+
+    def take(self, parcel: Parcel) -> Message:
+        if parcel[1].kind is Kind.STEP:
+            return self._norms(parcel[0])
+        return self.home.incoming.take(parcel)
 
     def post(self) -> None:
         """Sends go first, although receives stand before them: someone waits for what is sent."""
         for parcel in self.asked:
-            number, send = parcel
-            self.home.incoming.expect(parcel, *self.ways[number][send])
+            self.home.incoming.expect(parcel, *self._way(parcel))
         self.asked.clear()
+
+    def tell(self, rank: int, minibatch: int, norms: Norms) -> None:  # noqa: ARG002  it is known
+        """Every number is that of one rank, plus zeros, which change no bit."""
+        table = torch.zeros(2, self.home.num_parameters, dtype=torch.float64)
+        for number, norm in norms.items():
+            table[0, number], table[1, number] = norm, 1.0
+        kind = next((norm.dtype for norm in norms.values()), torch.get_default_dtype())
+        work = dist.all_reduce(table, group=self.home.place.pipeline, async_op=True)
+        assert work is not None  # this process is of the group
+        self.polls[minibatch] = work, table, kind
+
+    def _norms(self, minibatch: int) -> Message:
+        work, table, kind = self.polls.pop(minibatch)
+        with self.home.guarded("norms"):
+            work.wait()
+        rows = enumerate(table.t())
+        found = {number: norm.to(kind) for number, (norm, is_there) in rows if is_there}
+        return Message(found, 0.0)
+
+    def _way(self, parcel: Parcel) -> Way:
+        number, send = parcel
+        return self.ways[number][send._replace(version=NO_VERSION)]
 
     def reduce(self, stage: int) -> None:
         self.home.reduce(stage)
@@ -478,14 +507,14 @@ class OneRank:
         self.stream.add(step)
         self.home.at.step = step.number
         self.network.ways[number] = self.home.ways(self.executor, step)
-        self.network.ways.pop(number - self.executor.period.lag - 1, None)
+        self.network.ways.pop(number - self.stream.lag - 1, None)
         self.home.run(self.executor, number, self.stream, self.network)
 
     def wait(self, number: int) -> None:
         """It is done."""
 
     def drain(self) -> None:
-        for segment in segments_to_drain(self.executor, self.stream):
+        for segment in segments_to_drain(self.stream):
             self.home.run(self.executor, segment, self.stream, self.network)
 
 

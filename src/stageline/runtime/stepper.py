@@ -26,6 +26,7 @@ from stageline.errors import ModelError
 if TYPE_CHECKING:
     from stageline.runtime.batch_norm import Seen
     from stageline.runtime.executor import Step
+    from stageline.runtime.late_clipping import LateClipping
     from stageline.runtime.stage import Stage
     from stageline.runtime.versions import Versions
 
@@ -39,6 +40,7 @@ class Update(NamedTuple):
 
     is_skipped: bool
     norm: float  # of the change of its weights, or of their gradients if it was not watched
+    is_redone: bool = False  # it was made as if nothing had to be clipped, and made again
 
 
 @dataclass
@@ -114,31 +116,42 @@ class Stepper:
         self.finish, self.seen_by_replicas = finish, seen_by_replicas
         self.watches = watches  # how much weights change
         self.meddled: str | None = None
+        self.clipping: LateClipping | None = None  # if the norm of all gradients has a limit
         self.at_work: set[Optimizer] = set()
         self.release = weakref.finalize(self, self._refuse_others())
 
     def step(self, number: int, depth: int, step: Step) -> Update:
         """In a stream: all gradients of a mini-batch are there, on this stage."""
+        self.begin_late((number,), step)
+        return self._step(self.own[number], self.stages[number].versions, depth)
+
+    def begin_late(self, numbers: Iterable[int], step: Step) -> None:
+        """Gradients are those of all replicas now, and so are statistics; options are ours."""
         self.finish()
-        stage, own = self.stages[number], self.own[number]
-        stage.at_work = "optimizer"
-        if own is not None and self.meddled is None and (found := own.meddling()):
-            self.meddled = f"{found} on stage {number}"
-        if own is not None:
-            own.restore()
-        update = self._step(own, stage.versions, depth)
-        stage.statistics.update(step.number, self.seen_by_replicas)
-        return update
+        for number in numbers:
+            stage, own = self.stages[number], self.own[number]
+            stage.at_work = "optimizer"
+            stage.statistics.update(step.number, self.seen_by_replicas)
+            if own is not None:
+                self._look_for_meddling(number, own)
+                own.restore()
 
     def step_now(self, number: int) -> Update:
         """Between two mini-batches, when options may have changed."""
         return self._step(self.own[number], None, 0)
 
+    def skip(self, number: int, norm: float) -> Update:
+        """Between two mini-batches: gradients are not finite, on this stage or elsewhere."""
+        own = self.own[number]
+        if own is not None:
+            own.after_step()
+        return Update(is_skipped=True, norm=norm)
+
     def check(self) -> None:
         """Raise if somebody else changed an optimizer since the stream began."""
         for number, own in self.own.items():
-            if own is not None and self.meddled is None and (found := own.meddling()):
-                self.meddled = f"{found} on stage {number}"
+            if own is not None:
+                self._look_for_meddling(number, own)
         if self.meddled is not None:
             raise ModelError(
                 f"{self.meddled}, in the middle of a stream in which every stage is at another "
@@ -153,6 +166,11 @@ class Stepper:
             if own is not None:
                 own.known = options_of(own.optimizer)
 
+    def _look_for_meddling(self, number: int, own: StageOptimizer) -> None:
+        found = own.meddling()
+        if found and self.meddled is None:
+            self.meddled = f"{found} on stage {number}"
+
     def _step(self, own: StageOptimizer | None, versions: Versions | None, depth: int) -> Update:
         if own is None:
             return Update(is_skipped=False, norm=0.0)
@@ -164,7 +182,7 @@ class Stepper:
             before = [p.data if depth else p.data.clone() for p in parameters if self.watches]
             if versions is not None:
                 versions.begin_step(depth)
-            with self._at_work(own.optimizer):
+            with self.stepping(own.optimizer):
                 own.optimizer.step()
             if versions is not None:
                 versions.end_step(depth)
@@ -175,7 +193,7 @@ class Stepper:
         return Update(not is_finite, norm)
 
     @contextmanager
-    def _at_work(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         self.at_work.add(optimizer)
         try:
             yield
