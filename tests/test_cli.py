@@ -70,10 +70,87 @@ def test_all_schedules_are_compared_for_the_same_model(capsys: pytest.CaptureFix
     code, out, _ = run(capsys, "simulate", "all", "-p", "4", "-m", "8")
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
     assert code == 0
-    assert set(schedule_names()) <= set(rows)
+    assert set(rows) == {"schedule", *schedule_names(synchronous=True)}
     # with a rank's share of the model fixed, more chunks mean less bubble, not more work
     assert float(rows["interleaved_1f1b"][0]) < float(rows["1f1b"][0])
     assert float(rows["zbv"][0]) < float(rows["zb_h1"][0])
+
+
+def test_with_a_number_of_mini_batches_all_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "simulate", "all", "-p", "4", "-m", "8", "--minibatches", "6")
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert code == 0
+    assert set(rows) == {"schedule", *schedule_names()}
+    work = 6 * 8 * 3
+    assert float(rows["1f1b"][0]) == work + 6 * 9  # a bubble of p - 1 micro-batches each
+    assert float(rows["pipedream"][0]) == float(rows["pipedream_2bw"][0]) == work + 9
+
+
+def test_an_asynchronous_schedule_is_compared_with_others_on_as_many_mini_batches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "simulate", "1f1b", "pipedream", "-p", "4", "-m", "4")
+    header, flushed, streamed = out.splitlines()
+    assert header.endswith("fill to drain busy")
+    assert flushed.split()[:2] == ["1f1b", str(8 * 21)]
+    assert streamed.split()[:2] == ["pipedream", str(8 * 12 + 9)]
+    assert streamed.endswith("100.0 %")
+
+
+def test_draw_shows_a_stream_with_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "draw", "pipedream", "-p", "2", "-m", "1", "--minibatches", "3")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[:2] == [
+        "rank 0 │ F0⁰ F1⁰ ... ... B0⁰ B0⁰ F2¹ B1⁰ B1⁰ ... B2¹ B2¹",
+        "rank 1 │ ... F0⁰ B0⁰ B0⁰ F1¹ B1¹ B1¹ F2² B2² B2²",
+    ]
+    assert lines[-1].startswith("pipedream, 2 ranks, 3 mini-batches of 1 micro-batch · makespan 12")
+
+
+def test_asynchronous_schedules_have_several_mini_batches_unless_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "draw", "pipedream_2bw", "-p", "4", "-m", "4")
+    assert "pipedream_2bw, 4 ranks, 4 mini-batches of 4 micro-batches" in out
+
+
+def test_a_synchronous_schedule_is_streamed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "draw", "gpipe", "-p", "2", "-m", "2", "--minibatches", "2")
+    assert "gpipe, 2 ranks, 2 mini-batches of 2 micro-batches" in out
+    assert "F2¹" in out
+
+
+def test_vertical_sync_shows_one_version_on_all_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["-p", "3", "-m", "1", "--minibatches", "5"]
+    _, out, _ = run(capsys, "draw", "pipedream", *sizes, "--vertical-sync")
+    assert set(re.findall(r"F4[⁰¹²³⁴]", out)) == {"F4²"}
+    _, out, _ = run(capsys, "draw", "pipedream", *sizes)
+    assert set(re.findall(r"F4[⁰¹²³⁴]", out)) == {"F4²", "F4³", "F4⁴"}
+
+
+def test_replicas_are_drawn_saved_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "vgg.csv"
+    arguments = ["-p", "4", "-m", "3", "--replicas", "3,1", "--save", str(path)]
+    _, out, _ = run(capsys, "draw", "pipedream", *arguments)
+    schedule = Schedule.from_csv(path)
+    check(schedule)
+    assert schedule.replicas == (3, 1)
+    _, again, _ = run(capsys, "draw", str(path))
+    assert again.splitlines()[:5] == out.splitlines()[:5]
+
+
+@pytest.mark.parametrize("arguments", [["verify", "no.such:model"], ["demo", "x", "--schedule"]])
+def test_what_is_held_to_a_plain_loop_refuses_asynchronous_schedules(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *arguments, "pipedream")
+    assert code == cli.BAD_INPUT
+    assert err.startswith("error: 'pipedream' is asynchronous: its weights change while")
+    assert "use one of naive, gpipe, 1f1b" in err
+    assert "2bw" not in err
 
 
 def test_a_schedule_that_does_not_fit_is_told_beneath_the_others(
@@ -141,6 +218,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["draw", "1f1b", "--save", "nowhere/x.svg"], "use a file in a folder that exists"),
         (["simulate", "foo", "bar"], "none of the schedules can be built\nfoo: schedule 'foo'"),
         (["simulate", "1f1b", "gpipe", "-v", "3"], "chunks_per_rank was given, but none of 1f1b"),
+        (["draw", "pipedream", "--replicas", "3,x"], "--replicas is '3,x', but has to be a number"),
+        (["draw", "pipedream", "--replicas", "2,1"], "replicas is [2, 1], but 4 ranks need a"),
+        (["draw", "gpipe", "--replicas", "2,2"], "'gpipe' was given replicas, but takes none"),
+        (["draw", "1f1b", "--vertical-sync"], "'1f1b' was given vertical_sync, but takes none"),
+        (["draw", "1f1b", "--minibatches", "0"], "num_minibatches is 0, but has to be a whole"),
+        (["simulate", "1f1b", "gpipe", "--replicas", "2,2"], "replicas was given, but none of"),
         (["profile"], "a model and --links: neither is given, but one of them is measured"),
         (["profile", "my:model", "--links"], "a model and --links: both are given"),
         (["profile", "my:model", "--memory", "1GiB"], "--memory was given, but a profile of a"),

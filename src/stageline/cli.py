@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +19,9 @@ from stageline import __version__
 from stageline.costs import Costs, Link
 from stageline.errors import CostsError, PlanError, ReportError, ScheduleError, StagelineError
 from stageline.report.files import WRITERS
-from stageline.report.summary import number, percent
+from stageline.report.summary import number, percent, share_range
 from stageline.report.timeline import Timeline
-from stageline.schedules.build import FAMILIES, build_schedule
+from stageline.schedules.build import FAMILIES, build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -50,6 +51,19 @@ Memory = Annotated[
     typer.Option("--memory-limit", help="For searched schedules: micro-batches, or e.g. 22GiB."),
 ]
 Budget = Annotated[float | None, typer.Option("--time-budget", help="Seconds to search for.")]
+Minibatches = Annotated[
+    int | None,
+    typer.Option(
+        "--minibatches", help="That follow each other; asynchronous schedules have several."
+    ),
+]
+VerticalSync = Annotated[
+    bool | None,
+    typer.Option("--vertical-sync", help="For pipedream: one version of weights on all stages."),
+]
+Replicas = Annotated[
+    str | None, typer.Option("--replicas", help="For pipedream: ranks of each stage, as in 3,1.")
+]
 CostsFile = Annotated[
     Path | None,
     typer.Option("--costs", help='JSON like {"forward": 1.1, "parameters": [4e9, 3e9, …]}.'),
@@ -90,6 +104,9 @@ def draw(
     group_size: Group = None,
     memory_limit: Memory = None,
     time_budget: Budget = None,
+    minibatches: Minibatches = None,
+    vertical_sync: VerticalSync = None,
+    replicas: Replicas = None,
     forward: PerRank = None,
     input_grad: PerRank = None,
     weight_grad: PerRank = None,
@@ -102,10 +119,20 @@ def draw(
     """Draw a schedule as a grid of ranks and time, and as pictures in files.
 
     [dim]stageline draw zbv -p 8 -m 24 --weight-grad 0.6 --save zbv.svg --save zbv.csv[/dim]
+
+    [dim]stageline draw pipedream -p 4 -m 1 --minibatches 8[/dim]
     """
     times = (forward, input_grad, weight_grad, transfer, activation, retained)
-    options = _options(chunks, group_size, memory_limit, time_budget)
-    request = Request(ranks, microbatches, options, _file_costs(costs) | _given_costs(times))
+    options = _options(
+        chunks_per_rank=chunks,
+        group_size=group_size,
+        memory_limit=_number_or_text(memory_limit),
+        time_budget=time_budget,
+        vertical_sync=vertical_sync,
+        replicas=_counts(replicas),
+    )
+    given = _file_costs(costs) | _given_costs(times)
+    request = Request(ranks, microbatches, minibatches, options, given)
     _check_targets(save or [])
     built, timeline = request.run(schedule)
     _print_grid(timeline)
@@ -121,6 +148,9 @@ def simulate_schedules(
     group_size: Group = None,
     memory_limit: Memory = None,
     time_budget: Budget = None,
+    minibatches: Minibatches = None,
+    vertical_sync: VerticalSync = None,
+    replicas: Replicas = None,
     forward: PerRank = None,
     input_grad: PerRank = None,
     weight_grad: PerRank = None,
@@ -134,12 +164,24 @@ def simulate_schedules(
 
     [dim]stageline simulate 1f1b zb_h1 zbv -p 8 -m 24 --forward 1.1 --transfer 0.05[/dim]
 
+    [dim]stageline simulate 1f1b pipedream_2bw -p 8 -m 8 --minibatches 20[/dim]
+
     Of several schedules, each takes the options that it knows; what cannot be built is said why.
+    Asynchronous ones, which need several mini-batches, are among [b]all[/b] with --minibatches.
     """
     times = (forward, input_grad, weight_grad, transfer, activation, retained)
-    options = _options(chunks, group_size, memory_limit, time_budget)
-    request = Request(ranks, microbatches, options, _file_costs(costs) | _given_costs(times))
-    names = [n for name in schedules for n in (FAMILIES if name == "all" else (name,))]
+    options = _options(
+        chunks_per_rank=chunks,
+        group_size=group_size,
+        memory_limit=_number_or_text(memory_limit),
+        time_budget=time_budget,
+        vertical_sync=vertical_sync,
+        replicas=_counts(replicas),
+    )
+    given = _file_costs(costs) | _given_costs(times)
+    request = Request(ranks, microbatches, minibatches, options, given)
+    everything = schedule_names(synchronous=None if minibatches else True)
+    names = [n for name in schedules for n in (everything if name == "all" else (name,))]
     if len(names) > 1:
         if save:
             raise ReportError(f"--save was given with {len(names)} schedules: give one schedule")
@@ -154,7 +196,9 @@ def simulate_schedules(
 @app.command(epilog=FAMILY_LIST)
 def verify(
     model: Annotated[str, typer.Argument(help="module:function, as in [b]my_model:build[/b].")],
-    schedules: Annotated[list[str] | None, typer.Argument(help="Names; all, if none.")] = None,
+    schedules: Annotated[
+        list[str] | None, typer.Argument(help="Names; all synchronous ones, if none.")
+    ] = None,
     ranks: Ranks = 2,
     microbatches: Microbatches = 4,
     recompute: Annotated[str, typer.Option(help="never, always or except_last.")] = "never",
@@ -170,13 +214,13 @@ def verify(
     from stageline.reference import call  # noqa: PLC0415
     from stageline.verification import Case, verify_each  # noqa: PLC0415  imports torch
 
+    names = schedules or schedule_names(synchronous=True)
+    _check_synchronous(names)
     case = Case.of(call(model))
     given = {"num_ranks": ranks, "num_microbatches": microbatches}
     words = {True: "equal to the bit", False: "[red]differs[/red]", None: "[dim]not possible[/dim]"}
     found = []
-    for outcome in verify_each(
-        case, schedules or list(FAMILIES), **given, recompute=recompute, backend=backend
-    ):
+    for outcome in verify_each(case, names, **given, recompute=recompute, backend=backend):
         reason = f"  [dim]{escape(outcome.reason)}[/dim]" if outcome.reason else ""
         _print(f"{outcome.schedule:<18} {words[outcome.is_equal]}{reason}")
         found.append(outcome.is_equal)
@@ -219,6 +263,7 @@ def demo(
     Writes [b]demo.svg[/b], [b]gpt.safetensors[/b] and [b]sample.txt[/b]. Ctrl-C ends the training
     early and goes on with the rest.
     """
+    _check_synchronous([schedule])
     with Console(stderr=True).status("loading PyTorch"):
         from stageline.demo import run  # noqa: PLC0415  other commands do without torch
 
@@ -364,6 +409,7 @@ class Request:
 
     ranks: int
     microbatches: int
+    minibatches: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)  # costs; a number is for a whole rank
 
@@ -371,7 +417,7 @@ class Request:
         if name.lower().endswith(".csv"):
             schedule = Schedule.from_csv(name)
             check(schedule)
-            costs = self.costs(schedule.num_stages // schedule.num_ranks)
+            costs = self.costs(max(schedule.num_stages // schedule.num_ranks, 1))
         else:
             known = FAMILIES.get(name)
             costs = self.costs(
@@ -382,6 +428,7 @@ class Request:
                 name,
                 num_ranks=self.ranks,
                 num_microbatches=self.microbatches,
+                num_minibatches=self.minibatches,
                 costs=costs if is_searched else None,
                 **self.options,
             )
@@ -397,26 +444,41 @@ class Request:
         return Costs(**shares)
 
 
+COMPARED_MINIBATCHES = 8  # where a schedule needs several and no number is given
 UNIT = ("forward", "input_grad", "weight_grad", "activation")
 BETWEEN_STAGES = ("transfer", "message", "links")  # no rank's share of anything
 GIVEN = ("forward", "input_grad", "weight_grad", "transfer", "activation", "retained")
 
 
-def _options(
-    chunks: int | None, group_size: int | None, memory_limit: str | None, time_budget: float | None
-) -> dict[str, Any]:
+def _options(**given: object) -> dict[str, Any]:
     """What was given, by the names of `build_schedule`."""
-    limit = None if memory_limit is None else _number_or_text(memory_limit)
-    given = {"chunks_per_rank": chunks, "group_size": group_size, "memory_limit": limit}
-    given["time_budget"] = time_budget
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _number_or_text(text: str) -> float | str:
+def _number_or_text(text: str | None) -> float | str | None:
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:
         return text
+
+
+def _counts(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ScheduleError(
+            f"--replicas is {text!r}, but has to be a number for each stage, as in 3,1"
+        ) from error
+
+
+def _check_synchronous(names: Iterable[str]) -> None:
+    for name in names:
+        if name in schedule_names(synchronous=False):
+            raise ScheduleError(
+                f"{name!r} is asynchronous: its weights change while micro-batches are on their "
+                "way, and no plain loop gives its numbers; use one of "
+                f"{', '.join(schedule_names(synchronous=True))}"
+            )
 
 
 def _given_costs(texts: tuple[str | None, ...]) -> dict[str, float | list[float]]:
@@ -468,6 +530,8 @@ def _compare(names: list[str], request: Request) -> None:
         if not any(option in options for options in families.values()):
             raise ScheduleError(f"{option} was given, but none of {', '.join(names)} takes it")
     timelines, refusals = [], []
+    if set(names) & set(schedule_names(synchronous=False)):  # the same work for all
+        request = replace(request, minibatches=request.minibatches or COMPARED_MINIBATCHES)
     for name in names:
         options = {o: v for o, v in request.options.items() if o in families.get(name, ())}
         try:
@@ -484,18 +548,21 @@ def _compare(names: list[str], request: Request) -> None:
 def _comparison(timelines: list[Timeline]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("schedule")
-    columns = ("makespan", "at best", "step bubble", "span bubble", "peak activations")
-    for column in columns:
+    columns = ["makespan", "at best", "step bubble", "span bubble", "peak activations"]
+    are_streams = any(timeline.schedule.is_stream for timeline in timelines)
+    for column in columns + ["fill to drain busy"] * are_streams:
         table.add_column(column, justify="right")
     for timeline in timelines:
-        table.add_row(
+        row = [
             escape(timeline.name),
             number(timeline.makespan),
-            number(timeline.lower_bound),
+            number(timeline.lower_bound) if timeline.lower_bound else "–",
             percent(timeline.step_bubble),
             percent(timeline.span_bubble),
             number(max(timeline.peak_activations)),
-        )
+        ]
+        busy = share_range(timeline.steady_busy) if timeline.steady_busy else "–"
+        table.add_row(*row, *[busy] * are_streams)
     return table
 
 

@@ -58,7 +58,7 @@ class Costs:
     recompute: PerStage = 0.0  # time to run the forward again, in front of I or B
     working_set: PerStage = 0.0  # held only while I or B runs: what recomputation brings back
 
-    parameters: PerStage = 0.0
+    parameters: PerStage = 0.0  # of one version of the weights
     gradients: PerStage = 0.0
     optimizer_state: PerStage = 0.0
 
@@ -89,17 +89,26 @@ class Costs:
             )
         return value
 
-    def per_rank(self, name: str, placement: Sequence[int]) -> list[float]:
-        """The sum of one field over the stages of each rank."""
-        totals = [0.0] * (max(placement) + 1)
-        for rank, value in zip(placement, self.per_stage(name, len(placement)), strict=True):
-            totals[rank] += value
+    def per_rank(
+        self, name: str, placement: Sequence[int], replicas: Sequence[int] = ()
+    ) -> list[float]:
+        """The sum of one field over the stages of each rank; every replica of a stage counts.
+
+        >>> Costs(parameters=[1, 5]).per_rank("parameters", placement=(0, 2), replicas=(2, 1))
+        [1.0, 1.0, 5.0]
+        """
+        counts = replicas or (1,) * len(placement)
+        values = self.per_stage(name, len(placement))
+        totals = [0.0] * max(map(sum, zip(placement, counts, strict=True)))
+        for first, count, value in zip(placement, counts, values, strict=True):
+            for rank in range(first, first + count):
+                totals[rank] += value
         return totals
 
-    def static(self, placement: Sequence[int]) -> list[float]:
+    def static(self, placement: Sequence[int], replicas: Sequence[int] = ()) -> list[float]:
         """By rank, what is held all the time: parameters, gradients and optimizer state."""
         fields = ("parameters", "gradients", "optimizer_state")
-        parts = (self.per_rank(name, placement) for name in fields)
+        parts = (self.per_rank(name, placement, replicas) for name in fields)
         return [sum(sizes) for sizes in zip(*parts, strict=True)]
 
     def check_num_stages(self, num_stages: int) -> None:

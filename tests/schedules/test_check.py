@@ -1,6 +1,7 @@
 """For every rule a work that breaks just that rule, and what its error says and shows."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -9,12 +10,13 @@ from stageline.errors import ScheduleError
 from stageline.schedules import csv
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
-from stageline.schedules.check import RULES, Facts, check
+from stageline.schedules.check import DEADLOCK, RULES, Facts, check
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.lower import lower
 from stageline.schedules.program import Program
 from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.stream_rules import STREAM_RULES, StreamFacts
 
 SIZES = [(1, 2), (2, 4), (3, 7), (4, 8)]
 
@@ -55,8 +57,14 @@ BROKEN = {
     ),
     "known stages and micro-batches": Broken(
         Schedule.from_text("0F0 0B0", "1F0 1B0 7B0"),
-        "7B0 is out of range, but stages go from 0 to 1, and micro-batches from 0 up",
+        "7B0 is out of range, but stages go from 0 to 1, and micro-batches and versions from 0 up",
         ("7B0",),
+    ),
+    "replicas side by side": Broken(
+        Schedule(Schedule.from_text("0F0 0B0", "1F0 1B0").actions, (0, 1), replicas=(2, 1)),
+        "stages with [2, 1] replicas are placed on ranks [0, 1] on, but ranks hold one stage each, "
+        "in the order of stages: place them so",
+        (),
     ),
     "every rank holds a stage": Broken(
         Schedule.from_text("0F0 0B0", "1F0 1B0", ""),
@@ -107,6 +115,63 @@ BROKEN = {
         Schedule.from_text("0F0 0B0", "1F0 1W0 1I0"),
         "1W0 comes before 1I0, which it needs: swap them",
         ("1W0", "1I0"),
+    ),
+    "a share for every replica": Broken(
+        Schedule.from_text(
+            "0F0@0 0B0@0 0STEP@1 0STEP@2",
+            "0STEP@1 0F1@0 0B1@0 0STEP@2",
+            "1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2",
+        ),
+        "a mini-batch of 1 does not go round among the 2 ranks of stage 0: use a multiple of 2 "
+        "micro-batches, or other replicas",
+        (),
+    ),
+    "versions everywhere": Broken(
+        Schedule.from_text("0F0@0 0B0 0STEP@1"),
+        "0B0 names no version of its weights, but others do: add it, as in 2F0@1",
+        ("0B0",),
+    ),
+    "as many micro-batches for each step": Broken(
+        Schedule.from_text("0F0@0 0B0@0 0STEP@1 0F1@1 0B1@1 0F2@1 0B2@1 0STEP@2"),
+        "3 micro-batches are not to be shared among 2 steps: use a multiple",
+        (),
+    ),
+    "steps in order": Broken(
+        Schedule.from_text("0F0@0 0B0@0 0STEP@2 0F1@0 0B1@0 0STEP@1"),
+        "0STEP@2 stands where 0STEP@1 is due: swap them",
+        ("0STEP@2",),
+    ),
+    "every step": Broken(
+        Schedule.from_text(
+            "0F0@0 0B0@0 0STEP@1 0F1@1 0B1@1 0STEP@2", "1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1"
+        ),
+        "1STEP@2 is missing on rank 1: add it",
+        ("1B1@1",),
+    ),
+    "weights that exist": Broken(
+        Schedule.from_text("0F0@1 0B0@1 0STEP@1"),
+        "0F0@1 comes before 0STEP@1, which makes its weights: swap them, or use an older version",
+        ("0F0@1",),
+    ),
+    "the weights of its forward": Broken(
+        Schedule.from_text("0F0@0 0F1@0 0B0@0 0STEP@1 0B1@1 0STEP@2"),
+        "0B1@1 uses other weights than 0F1@0: a gradient needs those of its forward",
+        ("0F1@0", "0B1@1"),
+    ),
+    "versions never go back": Broken(
+        Schedule.from_text("0F0@0 0B0@0 0STEP@1 0F1@1 0B1@1 0STEP@2 0F2@0 0B2@0 0STEP@3"),
+        "0F2@0 uses older weights than 0F1@1: versions that were left behind are gone",
+        ("0F1@1", "0F2@0"),
+    ),
+    "stepped when complete": Broken(
+        Schedule.from_text("0F0@0 0STEP@1 0B0@0"),
+        "0B0@0 comes after 0STEP@1, which needs its gradient: swap them",
+        ("0STEP@1", "0B0@0"),
+    ),
+    "stepped before the next": Broken(
+        Schedule.from_text("0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0STEP@2"),
+        "0B1@0 comes before 0STEP@1, so gradients of two steps would be added: swap them",
+        ("0B1@0",),
     ),
     "no deadlock": Broken(
         Schedule.from_text("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
@@ -160,6 +225,11 @@ PROGRAM_BROKEN = {
         "0B0 comes after 0REDUCE_GRAD, which sums it over replicas: move the reduction back",
         ("0B0",),
     ),
+    "reduced before its step": Broken(
+        program("0F0@0 0B0@0 0STEP@1 0REDUCE_GRAD@1"),
+        "0REDUCE_GRAD@1 comes after 0STEP@1, which needs it: swap them",
+        ("0STEP@1",),
+    ),
     "nothing after the end": Broken(
         program("0F0 0RECV_B0 0SEND_F0 0B0 0STEP 0REDUCE_GRAD", LAST_RANK),
         "0REDUCE_GRAD comes after 0STEP, the end of its stage: move it forward",
@@ -196,14 +266,29 @@ def error_of(work: Schedule | Program) -> str:
 
 def offenders(work: Schedule | Program, up_to: str) -> list[str]:
     """The names of the broken rules up to one; those below it may take it for granted."""
-    rules: Any = PROGRAM_RULES if isinstance(work, Program) else RULES
-    facts = ProgramFacts(work) if isinstance(work, Program) else Facts(work)
-    names = [rule.name for rule in rules]
-    return [rule.name for rule in rules[: names.index(up_to) + 1] if any(rule.find(facts))]
+    broken = []
+    for rule, facts in judges(work):
+        if any(rule.find(facts)):
+            broken.append(rule.name)
+        if rule.name == up_to:
+            break
+    return broken
 
 
-def test_every_rule_of_both_tables_is_broken_by_an_example() -> None:
-    assert [rule.name for rule in RULES] == list(BROKEN)
+def judges(work: Schedule | Program) -> Iterator[tuple[Any, Any]]:
+    """The rules that are for a work, each with the facts that it looks at."""
+    if isinstance(work, Program):
+        yield from ((rule, ProgramFacts(work)) for rule in PROGRAM_RULES)
+        return
+    yield from ((rule, Facts(work)) for rule in RULES)
+    if work.is_stream:
+        yield from ((rule, StreamFacts(work)) for rule in STREAM_RULES)
+    yield from ((rule, Facts(work)) for rule in DEADLOCK)
+
+
+def test_every_rule_of_all_tables_is_broken_by_an_example() -> None:
+    tables = (*RULES, *STREAM_RULES, *DEADLOCK)
+    assert [rule.name for rule in tables] == list(BROKEN)
     assert [rule.name for rule in PROGRAM_RULES] == list(PROGRAM_BROKEN)
 
 
@@ -248,6 +333,53 @@ def test_a_negative_micro_batch_is_out_of_range() -> None:
     message = error_of(Schedule.of(actions, (0,)))
     assert message.startswith("0F-2 is out of range")
     assert ">0F-2<" in message
+
+
+def test_a_step_of_a_single_micro_batch_is_out_of_range() -> None:
+    rows = Schedule.from_text("0F0@0 0B0@0 0STEP@1").actions
+    step = rows[0][-1]._replace(microbatch=0)
+    message = error_of(Schedule.of([[*rows[0][:-1], step]], (0,)))
+    assert message.startswith("0STEP0@1 is out of range")
+
+
+def test_versions_below_0_are_out_of_range() -> None:
+    rows = Schedule.from_text("0F0@0 0B0@0 0STEP@1").actions
+    older = [action._replace(version=-5) for action in rows[0][:-1]]
+    message = error_of(Schedule.of([[*older, rows[0][-1]]], (0,)))
+    assert message.startswith("0F0@-5 is out of range")
+
+
+@pytest.mark.parametrize("replicas", [(1,), (0, 1), (1, -1), (1.0, 1.0), (1, 1, 1), ("1", "1")])
+def test_replicas_that_are_no_numbers_of_ranks_are_refused(replicas: Any) -> None:
+    rows = Schedule.from_text("0F0 0B0", "1F0 1B0").actions
+    assert error_of(Schedule(rows, (0, 1), replicas=replicas)).startswith("stages with [")
+
+
+def test_replicas_that_wait_for_each_others_gradients_are_a_deadlock() -> None:
+    """Rank 2 wants 0F2 of rank 0, which first steps with rank 1, which waits for 1B1 of rank 2."""
+    message, *grid = error_of(
+        Schedule.from_text(
+            "0F0@0 0B0@0 0STEP@1 0F2@1 0B2@1 0STEP@2",
+            "0F1@0 0B1@0 0STEP@1 0F3@1 0B3@1 0STEP@2",
+            "1F0@0 1B0@0 1F2@0 1F1@0 1B1@0 1STEP@1 1B2@0 1F3@1 1B3@1 1STEP@2",
+        )
+    ).splitlines()
+    assert message == (
+        "ranks 0, 1, 2 wait for each other: 0STEP@1 for 0REDUCE_GRAD@1, 0B1@0 for 1SEND_B1, "
+        "1F2@0 for 0SEND_F2: change the order of one of them"
+    )
+    assert re.findall(r">(\S+)<", "\n".join(grid)) == ["0STEP@1", "0B1@0", "1F2@0"]
+
+
+def test_a_deadlock_behind_steps_is_marked_where_it_is() -> None:
+    message, *grid = error_of(
+        Schedule.from_text(
+            "0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0F2@1 0B2@1 0F3@1 0B3@1 0STEP@2",
+            "1F0@0 1F1@0 1B0@0 1B1@0 1STEP@1 1F3@1 1F2@1 1B2@1 1B3@1 1STEP@2",
+        )
+    ).splitlines()
+    assert message.startswith("ranks 0, 1 wait for each other: 0B2@1 for 1B2@1, 1F3@1 for 0F3@1")
+    assert re.findall(r">(\S+)<", "\n".join(grid)) == ["0B2@1", "1F3@1"]
 
 
 def test_the_grid_shows_the_neighbourhood_of_the_offence_in_a_large_schedule() -> None:

@@ -23,12 +23,16 @@ every_name = pytest.mark.parametrize("name", schedule_names())
 LETTERS = st.sampled_from([*Kind, "UNSHARD", "RESHARD", "X", "f", "", "OVERLAP_F_B", "SEND", "F_"])
 NUMBERS = st.integers(-1, 4).map(str) | st.sampled_from(["", "007", "9999999", "٣", "1.5", "1e3"])
 PEERS = st.sampled_from(["", "", "", ">2", ">", ">x"])
-ACTIONS = st.builds("{}{}{}{}".format, NUMBERS, LETTERS, NUMBERS, PEERS)
+VERSIONS = st.sampled_from(["", "", "", "@0", "@1", "@999999", "@", "@-1", "@x"])
+ACTIONS = st.builds("{}{}{}{}{}".format, NUMBERS, LETTERS, NUMBERS, PEERS, VERSIONS)
 PAIRS = st.builds("({};{})OVERLAP_F_B".format, ACTIONS, ACTIONS)
 ODDITIES = st.sampled_from(["", " ", '"', "'", "()OVERLAP_F_B", "((", "\ufeff", "\0", "\r"])
 SOUND = st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FFIWB"), st.integers(0, 2))
-CELLS = st.one_of(SOUND, SOUND, SOUND, ACTIONS, PAIRS, ODDITIES)
+STEPS = st.builds("{}STEP@{}".format, st.integers(0, 2), st.integers(0, 3))
+STREAMED = st.builds("{}@{}".format, SOUND, st.integers(0, 2)) | STEPS
+CELLS = st.one_of(SOUND, SOUND, SOUND, STREAMED, ACTIONS, PAIRS, ODDITIES)
 TEXTS = st.lists(st.lists(CELLS, max_size=6).map(",".join), max_size=4).map("\n".join)
+STREAM_TEXTS = st.lists(st.lists(STREAMED, max_size=8).map(",".join), max_size=3).map("\n".join)
 SOUND_TEXTS = st.lists(st.lists(SOUND, max_size=6).map(",".join), max_size=4).map("\n".join)
 
 
@@ -47,7 +51,7 @@ def assert_read_or_refused(path: Path) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text() | TEXTS | SOUND_TEXTS)
+@given(text=st.text() | TEXTS | SOUND_TEXTS | STREAM_TEXTS)
 def test_any_text_is_read_or_refused(folder: Path, text: str) -> None:
     path = folder / "any.csv"
     path.write_text(text, encoding="utf-8", newline="")

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from stageline.schedules.schedule import Schedule
 
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 every_name = pytest.mark.parametrize("name", schedule_names())
+every_synchronous = pytest.mark.parametrize("name", schedule_names(synchronous=True))
 
 
 def some_edges(num_stages: int, rng: Random) -> list[Edge]:
@@ -67,8 +69,8 @@ def test_a_receive_follows_what_led_to_its_message_by_way_of_other_ranks() -> No
     )
 
 
-def test_the_diagram_in_the_docstring_of_lower_is_what_it_writes() -> None:
-    import stageline.schedules.lower as module  # noqa: PLC0415  its text is the subject
+def test_the_diagram_in_the_docstring_of_lowering_is_what_it_writes() -> None:
+    import stageline.schedules.lowering as module  # noqa: PLC0415  its text is the subject
 
     drawn = re.findall(r"rank \d │ (.*?)(?:  .*)?$", module.__doc__ or "", flags=re.MULTILINE)
     program = lower(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
@@ -95,7 +97,7 @@ def test_each_crossing_edge_has_each_message_once_a_micro_batch(name: str) -> No
         Action(stage, kind, i, peer)
         for writer, reader in edges
         if schedule.placement[writer] != schedule.placement[reader]
-        for i in range(8)
+        for i in range(schedule.total_microbatches)
         for stage, kind, peer in (
             (writer, Kind.SEND_F, reader),
             (reader, Kind.RECV_F, writer),
@@ -184,18 +186,22 @@ def test_a_message_is_sent_right_behind_its_maker_and_asked_for_before_its_reade
 
 
 @every_name
-def test_a_stage_is_reduced_right_after_its_last_weight_gradient(name: str) -> None:
+def test_a_stage_is_reduced_right_after_the_last_weight_gradient_of_a_mini_batch(name: str) -> None:
     program = lower(build_schedule(name, num_ranks=3, num_microbatches=6))
-    for stage in range(len(program.placement)):
-        row = program.actions[program.placement[stage]]
-        ends = [i for i, a in enumerate(row) if a.stage == stage and a.kind in (Kind.W, Kind.B)]
-        reduction = position(program, Action(stage, Kind.REDUCE_GRAD))
-        assert reduction > ends[-1]
-        between = row[ends[-1] + 1 : reduction]
-        assert not [a for a in between if a.kind in COMPUTE]
+    is_stream = program.schedule.is_stream
+    reductions = 0
+    for row in program.actions:
+        for place, action in enumerate(row):
+            if action.kind is Kind.REDUCE_GRAD:
+                *_, last = (a for a in row[:place] if a.kind in COMPUTE)
+                assert (last.stage, last.kind in (Kind.W, Kind.B)) == (action.stage, True)
+                own = range(6) if not is_stream else range(6 * action.version)[-6:]
+                assert last.microbatch == own[-1]
+                reductions += 1
+    assert reductions == len(program.placement) * program.schedule.num_minibatches
 
 
-@every_name
+@every_synchronous
 def test_a_rank_ends_with_one_step_for_each_of_its_stages(name: str) -> None:
     schedule = build_schedule(name, num_ranks=3, num_microbatches=6)
     for rank, row in enumerate(lower(schedule).actions):
@@ -209,9 +215,10 @@ def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
     delays = {a: rng.choice([0.0, rng.random(), 9.0]) for row in program.actions for a in row}
     tasks = program_tasks(program, delays.__getitem__, rendezvous=rendezvous)
     durations = [rng.choice([0.0, rng.random(), 5.0]) for _ in range(tasks.num_tasks)]
-    for action in delays:
-        if action.kind in MESSAGES:
-            durations[tasks.numbers[action]] = 0.0
+    for row, lane in zip(program.actions, tasks.lanes, strict=False):
+        for action, task in zip(row, lane, strict=True):
+            if action.kind in MESSAGES:
+                durations[task] = 0.0
     run = run_lanes(tasks.lanes, durations, tasks.waits)
     assert run.is_complete(tasks.lanes)
     return run
@@ -219,12 +226,12 @@ def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    name=st.sampled_from(schedule_names()),
+    name=st.sampled_from(schedule_names(synchronous=True)),
     p=st.integers(1, 5),
     beyond=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
-def test_in_no_timing_does_a_send_wait_for_its_receive(
+def test_in_no_timing_does_a_send_of_a_single_step_wait_for_its_receive(
     name: str, p: int, beyond: int, seed: int
 ) -> None:
     schedule = build_schedule(name, num_ranks=p, num_microbatches=2 * p + beyond)
@@ -233,11 +240,69 @@ def test_in_no_timing_does_a_send_wait_for_its_receive(
     program = lower(schedule, edges)
     run = run_at_random(program, Random(seed), rendezvous=True)
     assert run.starts == run_at_random(program, Random(seed), rendezvous=False).starts
+    assert not list(sends_that_wait(program, run))
+
+
+def sends_that_wait(program: Program, run: Run) -> Iterator[Action]:
+    """A send follows its maker, its rank's receives or other sends: later than these, it waits."""
     tasks = program_tasks(program, lambda _: 0.0)
+    for row, lane in zip(program.actions, tasks.lanes, strict=False):
+        for (before, task), action in zip(pairwise(lane), row[1:], strict=True):
+            if action.kind in TWIN and run.starts[task] > run.ends[before]:
+                yield action
+
+
+def test_a_fast_rank_of_a_stream_waits_until_the_next_has_begun_its_mini_batch() -> None:
+    program = lower(build_schedule("pipedream", num_ranks=2, num_microbatches=1, num_minibatches=3))
+    tasks = program_tasks(program, lambda _: 0.0, rendezvous=True)
+    durations = [0.0] * tasks.num_tasks
+    for action, task in zip(program.actions[1], tasks.lanes[1], strict=True):
+        durations[task] = float(action.kind in COMPUTE)
+    run = run_lanes(tasks.lanes, durations, tasks.waits)
+    assert [str(send) for send in sends_that_wait(program, run)] == ["0SEND_F1", "0SEND_F2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["pipedream", "pipedream_2bw", "1f1b", "zbv", "interleaved_1f1b"]),
+    p=st.integers(1, 4),
+    count=st.integers(1, 5),
+    replicated=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_a_send_of_a_stream_waits_only_for_a_rank_that_has_not_begun_its_mini_batch(
+    name: str, p: int, count: int, replicated: bool, seed: int
+) -> None:
+    """That another mini-batch will come is not known before: a send may wait so long."""
+    replicas = [p, 1] if replicated and name.startswith("pipedream") else None
+    schedule = build_schedule(
+        name,
+        num_ranks=p + 1 if replicas else p,
+        num_microbatches=2 * p,
+        num_minibatches=count,
+        replicas=replicas,
+    )
+    program = lower(schedule, some_edges(schedule.num_stages, Random(seed)))
+    run = run_at_random(program, Random(seed), rendezvous=True)
+    for send in sends_that_wait(program, run):
+        row = program.actions[program.routes.home(send.peer, send.microbatch)]
+        behind = row[row.index(twin(send)) :]
+        upcoming = next(a for a in behind if a.kind in COMPUTE)
+        begun = {a.microbatch // (2 * p) for a in row[: -len(behind)] if a.kind is Kind.F}
+        own = send.microbatch // (2 * p)
+        assert (upcoming.kind, upcoming.microbatch // (2 * p)) == (Kind.F, own)
+        assert own not in begun
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "1f1b"])
+def test_a_stream_asks_for_nothing_of_a_mini_batch_that_it_has_not_come_to(name: str) -> None:
+    program = lower(build_schedule(name, num_ranks=4, num_microbatches=4, num_minibatches=6))
     for row in program.actions:
-        for before, action in pairwise(row):
-            if action.kind in TWIN:  # it follows its maker, its rank's receives or other sends
-                assert run.starts[tasks.numbers[action]] == run.ends[tasks.numbers[before]]
+        first = {a.microbatch // 4: i for i, a in reversed([*enumerate(row)]) if a.kind is Kind.F}
+        for place, action in enumerate(row):
+            if action.kind in TWIN.values() and action.microbatch >= 4:
+                ahead = row[place : first[action.microbatch // 4]]
+                assert not [a for a in ahead if a.kind in COMPUTE or a.kind is Kind.STEP]
 
 
 @settings(max_examples=100, deadline=None)

@@ -49,8 +49,10 @@ def row_costs(row: dict[str, str], chunks: int) -> Costs:
 
 
 def build_for_row(name: str, row: dict[str, str], costs: Costs) -> Timeline:
-    sizes = {"num_ranks": int(row["p"]), "num_microbatches": int(row["m"])}
-    return simulate(build_schedule(name, **sizes, costs=costs), costs)
+    schedule = build_schedule(
+        name, num_ranks=int(row["p"]), num_microbatches=int(row["m"]), costs=costs
+    )
+    return simulate(schedule, costs)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["r_zb_2p"]], ids=lambda r: r["model"])
@@ -129,8 +131,10 @@ def test_optimal_is_recognised_by_the_bound() -> None:
 
 
 def test_zbv_without_costs_is_the_hand_made_one_and_with_costs_is_searched() -> None:
-    sizes = {"num_ranks": 4, "num_microbatches": 8}
-    hand_made, searched = (build_schedule("zbv", **sizes, costs=c) for c in (None, uneven(8)))
+    hand_made, searched = (
+        build_schedule("zbv", num_ranks=4, num_microbatches=8, costs=costs)
+        for costs in (None, uneven(8))
+    )
     assert hand_made.placement == searched.placement == wave(4)
     assert hand_made != searched
 

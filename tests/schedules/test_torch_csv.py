@@ -29,7 +29,7 @@ NUM_RANKS, NUM_MICROBATCHES = 4, 8
 pipelining: Any = torch_pipelining  # most of it is private and has no types
 schedules: Any = torch_schedules
 
-every_name = pytest.mark.parametrize("name", schedule_names())
+every_name = pytest.mark.parametrize("name", schedule_names(synchronous=True))
 OF_SEVERAL_STAGES = {
     "ScheduleInterleaved1F1B": (0, 4),  # the stages of rank 0
     "ScheduleLoopedBFS": (0, 4),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
-from stageline.schedules.action import WHOLE_BATCH, Action
+from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action
 
 Cell = dict[Action | None, float]  # what ran in a cell, and the share that it took; None is idle
 
@@ -75,10 +75,15 @@ def dithered(row: Iterable[Cell]) -> Iterator[Action | None]:
     owed: dict[Action | None, float] = defaultdict(float)
     for cell in row:
         for action, share in cell.items():
-            owed[action and action._replace(microbatch=WHOLE_BATCH)] += share
+            owed[action and _kind_of(action)] += share
         shown = max(owed, key=lambda action: (round(owed[action], 9), action is not None))
         owed[shown] -= 1.0
         yield shown
+
+
+def _kind_of(action: Action) -> Action:
+    """An action for all that look alike in a letter."""
+    return action._replace(microbatch=WHOLE_BATCH, version=NO_VERSION)
 
 
 def _durations(timeline: Timeline) -> list[float]:

@@ -14,6 +14,7 @@ LANES_HEIGHT = 1000.0  # shared by the ranks, within the limits of the pitch
 USUAL_ACTION = 26.0  # the width of an action where there is room
 MAX_FONT = 12.0
 DIGIT = 0.58  # the width of a digit, in font sizes
+CAPITAL = 0.72  # its height
 
 
 class Frame(NamedTuple):
@@ -49,6 +50,21 @@ class Frame(NamedTuple):
         return min(0.8, 0.06 * self.usual_width)
 
     @property
+    def tick(self) -> float:
+        """The width of a mark between actions."""
+        return min(1.6, 0.12 * self.usual_width)
+
+    @property
+    def small_font(self) -> float:
+        """Of versions."""
+        return 0.62 * self.font
+
+    @property
+    def margin(self) -> float:
+        """Between a version and the edges of its action."""
+        return 0.3 * self.small_font
+
+    @property
     def dot(self) -> float:
         return min(2.2, 0.05 * self.pitch)
 
@@ -60,8 +76,19 @@ class Frame(NamedTuple):
         """From the top of a rank's memory."""
         return self.memory * (1 - held / self.most_held) if self.most_held else self.memory
 
+    @property
+    def is_labelled(self) -> bool:
+        return self.font >= self.min_font
+
     def fits(self, label: str, duration: float) -> bool:
-        return self.font >= self.min_font and len(label) * DIGIT * self.font < self.x(duration)
+        return self.is_labelled and len(label) * DIGIT * self.font < self.x(duration)
+
+    def fits_small(self, label: str, duration: float) -> bool:
+        """In a corner, above the label in the middle."""
+        width = len(label) * DIGIT * self.small_font + 2 * self.margin
+        height = CAPITAL * self.small_font + self.margin
+        has_room = height < (self.lane - CAPITAL * self.font) / 2 and width < self.x(duration)
+        return self.is_labelled and has_room
 
 
 def frame_of(timeline: Timeline, min_font: float) -> Frame:

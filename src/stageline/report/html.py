@@ -115,7 +115,7 @@ def _cells(timeline: Timeline, rank: int) -> Iterator[str]:
     """One for each of `COLUMNS`."""
     busy = timeline.busy[rank]
     yield str(rank)
-    yield ", ".join(map(str, stages_on(timeline.placement, rank)))
+    yield ", ".join(map(str, stages_on(timeline.placement, rank, timeline.replicas)))
     yield number(busy)
     yield percent(1 - busy / timeline.makespan if timeline.makespan else 0.0)
     yield number(timeline.rank_spans[rank])

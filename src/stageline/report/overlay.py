@@ -52,7 +52,7 @@ class Overlay:
         frame = frame_of(self._both, min_font)
         parts = (
             header(self.title, sizes(self.measured), self.caption),
-            legend(self._both),
+            legend(self._both, frame),
             axis(self._both.makespan, frame),
             drawn(self._lanes(frame), self._both, frame),
         )

@@ -50,6 +50,12 @@ def kinds(timeline: Timeline) -> tuple[Kind, ...]:
     return tuple(kind for kind in Kind if kind in seen)
 
 
+def lasting_kinds(timeline: Timeline) -> tuple[Kind, ...]:
+    """Those of `kinds` that ever take time; a stream's steps may take none."""
+    lasting = {s.action.kind for row in timeline.spans for s in row if s.end > s.start}
+    return tuple(kind for kind in Kind if kind in lasting)
+
+
 def chunks(placement: Placement) -> tuple[int, ...]:
     """For each stage, how many earlier stages its rank holds.
 

@@ -14,7 +14,7 @@ from stageline.report.palette import NAMES, letter
 from stageline.report.spans import Span
 from stageline.report.steps import steps
 from stageline.report.timeline import Timeline
-from stageline.schedules.action import WHOLE_BATCH, Action, Kind
+from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action, Kind
 
 Event = dict[str, object]
 
@@ -48,8 +48,15 @@ def _actions(timeline: Timeline) -> Iterator[Event]:
                 "dur": (_ticks(end) - _ticks(start)) / 1000,
                 "name": _name(action),
                 "cat": NAMES[action.kind],
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
+                "args": dict(_args(action)),
             }
+
+
+def _args(action: Action) -> Iterator[tuple[str, int]]:
+    yield "stage", action.stage
+    yield "microbatch", action.microbatch
+    if action.version != NO_VERSION:
+        yield "makes weights" if action.kind is Kind.STEP else "with weights", action.version
 
 
 def _memory(timeline: Timeline) -> Iterator[Event]:

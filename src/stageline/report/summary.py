@@ -14,10 +14,10 @@ def heading(timeline: Timeline) -> str:
 
 
 def sizes(timeline: Timeline) -> str:
-    microbatches = 1 + max(
-        (span.action.microbatch for row in timeline.spans for span in row), default=-1
-    )
-    return f"{_count(timeline.num_ranks, 'rank')}, {_count(microbatches, 'micro-batch')}"
+    schedule = timeline.schedule
+    each = _count(schedule.num_microbatches, "micro-batch")
+    work = f"{_count(schedule.num_minibatches, 'mini-batch')} of {each}"
+    return f"{_count(timeline.num_ranks, 'rank')}, {work if schedule.is_stream else each}"
 
 
 def measures(timeline: Timeline) -> Iterator[str]:
@@ -25,6 +25,8 @@ def measures(timeline: Timeline) -> Iterator[str]:
     yield f"makespan {number(timeline.makespan)}{_bound(timeline)}"
     yield f"step bubble {percent(timeline.step_bubble)}"
     yield f"span bubble {percent(timeline.span_bubble)}"
+    if timeline.schedule.is_stream and timeline.steady_busy:
+        yield f"busy between fill and drain {share_range(timeline.steady_busy)}"
     if any(timeline.memory):
         yield f"peak activations {_peak(timeline.peak_activations)}"
         if timeline.peak_memory != timeline.peak_activations:
@@ -46,6 +48,11 @@ def number(value: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def share_range(shares: tuple[float, ...]) -> str:
+    least, most = percent(min(shares)), percent(max(shares))
+    return most if least == most else f"{least.removesuffix(' %')} to {most}"
 
 
 def _count(count: int, noun: str) -> str:

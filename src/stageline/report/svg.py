@@ -8,15 +8,26 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from stageline.report import palette
-from stageline.report.frame import BOTTOM, LEFT, TOP, Frame, frame_of, ticks
-from stageline.report.lanes import labels, memory_curve, outlines, px, rectangles
+from stageline.report.frame import BOTTOM, CAPITAL, LEFT, TOP, Frame, frame_of
+from stageline.report.frame import ticks as round_times
+from stageline.report.lanes import (
+    labels,
+    memory_curve,
+    outlines,
+    px,
+    rectangles,
+    tick_outlines,
+    ticks,
+    versions,
+)
 from stageline.report.spans import Level, Span
 from stageline.report.summary import measures, number, sizes
 from stageline.report.timeline import Timeline
+from stageline.schedules.action import Kind
 
 MAX_TOOLTIPS = 4000  # with more actions than this a lane is a few paths
 LETTER = 5.7  # the width of one in the legend
-SWATCH = 14
+SWATCH, TICK = 14, 2
 LEGIBLE = 5.5  # a font size
 
 STYLE = """
@@ -24,6 +35,7 @@ text{font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;fill:#222}
 .title{font-size:17px;font-weight:600}.light{font-weight:400;fill:#666}
 .small{font-size:12px;fill:#444}.axis{font-size:11px;fill:#666;text-anchor:middle}
 .rank{text-anchor:end}.peak{fill:#8A4472}.labels text{text-anchor:middle}.labels .white{fill:#FFF}
+.versions text{text-anchor:end}.versions .white{fill:#FFF}.tick,.ticks{fill:#111}
 .idle{fill:#EFEFEF}.grid{stroke:#DDD;fill:none}
 .held{fill:#CC79A7;fill-opacity:.28;stroke:#A6578A;stroke-width:.8}
 .grid,.held{vector-effect:non-scaling-stroke}.top{fill:#8A4472}
@@ -65,7 +77,7 @@ def _stack(timelines: Iterable[Timeline], frame: Frame, end: float) -> Iterator[
 
 def _picture(timeline: Timeline, frame: Frame, end: float) -> Iterator[str]:
     yield from header(timeline.name or "timeline", sizes(timeline), " · ".join(measures(timeline)))
-    yield from legend(timeline)
+    yield from legend(timeline, frame)
     if frame.memory:
         x, y = px(LEFT + frame.lanes_width + 10), px(TOP - 8)
         yield f'<text class="peak" x="{x}" y="{y}">peak</text>'
@@ -93,7 +105,7 @@ def _shades(timeline: Timeline) -> str:
 
 def _sizes(frame: Frame) -> str:
     return (
-        f"\n.labels{{font-size:{px(frame.font)}px}}"
+        f"\n.labels{{font-size:{px(frame.font)}px}}.versions{{font-size:{px(frame.small_font)}px}}"
         f".actions{{stroke:#FFF;stroke-width:{px(frame.edge)}}}"
         f".rank,.peak{{font-size:{px(min(12.0, 0.7 * frame.pitch))}px}}"
     )
@@ -108,29 +120,34 @@ def header(name: str, extent: str, words: str) -> Iterator[str]:
     yield f'<text class="small" x="{x}" y="49">{xml(words)}</text>'
 
 
-def legend(timeline: Timeline) -> Iterator[str]:
+def legend(timeline: Timeline, frame: Frame) -> Iterator[str]:
     x = LEFT
-    for classes, name in _legend_entries(timeline):
+    for classes, name in _legend_entries(timeline, frame):
         for css in classes:
-            yield f'<rect class="{css}" x="{px(x)}" y="61" width="{SWATCH}" height="12"/>'
-            x += SWATCH
+            width = TICK if css == "tick" else SWATCH
+            yield f'<rect class="{css}" x="{px(x)}" y="61" width="{width}" height="12"/>'
+            x += width
         yield f'<text class="small" x="{px(x + 6)}" y="71">{name}</text>'
         x += 6 + LETTER * len(name) + 20
 
 
-def _legend_entries(timeline: Timeline) -> Iterator[tuple[list[str], str]]:
+def _legend_entries(timeline: Timeline, frame: Frame) -> Iterator[tuple[list[str], str]]:
     total = palette.num_chunks(timeline.placement)
     for kind in palette.kinds(timeline):
-        yield [f"{kind.value}{chunk}" for chunk in range(total)], palette.NAMES[kind]
+        is_tick = kind is Kind.STEP and kind not in palette.lasting_kinds(timeline)
+        shades = ["tick"] if is_tick else [f"{kind.value}{chunk}" for chunk in range(total)]
+        yield shades, palette.NAMES[kind]
     if total > 1:
         yield [], "(light: later chunks of a rank)"
+    if timeline.schedule.is_stream and frame.is_labelled:
+        yield [], "(small: version of the weights)"
     yield ["idle"], "idle"
     if any(timeline.memory):
         yield ["held"], "memory held"
 
 
 def axis(end: float, frame: Frame) -> Iterator[str]:
-    bottom, times = frame.height - BOTTOM, ticks(end)
+    bottom, times = frame.height - BOTTOM, round_times(end)
     lines = "".join(f"M{px(LEFT + frame.x(time))} {px(TOP)}V{px(bottom + 4)}" for time in times)
     yield f'<path class="grid" d="{lines}"/>'
     for time in times:
@@ -153,8 +170,10 @@ class Lane(NamedTuple):
 def drawn(lanes: Iterable[Lane], timeline: Timeline, frame: Frame) -> Iterator[str]:
     """Lanes of a timeline, which says what their colours are."""
     chunk_of, paint = palette.chunks(timeline.placement), palette.painter(timeline)
-    draw = rectangles if sum(map(len, timeline.spans)) <= MAX_TOOLTIPS else outlines
+    has_tooltips = sum(map(len, timeline.spans)) <= MAX_TOOLTIPS
+    draw, mark = (rectangles, ticks) if has_tooltips else (outlines, tick_outlines)
     middle, baseline = px(frame.lane / 2), px(frame.lane / 2 + 0.35 * frame.font)
+    corner = px(frame.margin + CAPITAL * frame.small_font)
     for name, top, row, end, memory in lanes:
         yield f'<g class="lane" transform="translate({px(LEFT)} {px(top)})">'
         yield f'<text class="rank" x="-10" y="{middle}" dy=".35em">{name}</text>'
@@ -162,6 +181,9 @@ def drawn(lanes: Iterable[Lane], timeline: Timeline, frame: Frame) -> Iterator[s
         yield f'<rect class="idle" width="{width}" height="{px(frame.lane)}"/>'
         yield from group("actions", "", draw(row, chunk_of, frame))
         yield from group("labels", f"0 {baseline}", labels(row, frame, paint))
+        if timeline.schedule.is_stream:
+            yield from group("versions", f"0 {corner}", versions(row, frame, paint))
+            yield from group("ticks", "", mark(row, frame))
         if frame.memory and memory:
             curve = memory_curve(memory, end, frame)
             yield from group("memory", f"0 {px(frame.memory_top)}", curve)

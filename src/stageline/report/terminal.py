@@ -40,7 +40,7 @@ def coloured(
     layout = None if end else labelled_layout(timeline, width, [microbatch_name])
     if layout:
         rows = [_labels(row, layout, paint) for row in shown_actions(timeline, layout)]
-        notes = cell_notes(timeline, layout.quantum)
+        notes = cell_notes(timeline, layout)
     else:
         layout = compact_layout(timeline, width, CELLS_PER_COLUMN, end)
         rows = [_half_blocks(row, paint) for row in shown_actions(timeline, layout)]
@@ -85,7 +85,7 @@ def _half_block(left: str | None, right: str | None) -> tuple[str, str]:
 def _legend(timeline: Timeline, notes: list[str]) -> Text:
     num_chunks = palette.num_chunks(timeline.placement)
     text = Text()
-    for kind in palette.kinds(timeline):
+    for kind in palette.lasting_kinds(timeline):
         for chunk in range(num_chunks):
             colour = palette.shade(kind, chunk, num_chunks)
             text.append(f"{palette.letter(kind):^3}", f"{palette.ink(colour)} on {colour}")

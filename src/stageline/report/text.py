@@ -6,6 +6,8 @@
     2 ranks, 2 micro-batches · makespan 9 · step bubble 33.3 % · …
 
 Where that is wider than the terminal a cell is one letter, and each kind has its share of them.
+
+A stream's actions name the version of the weights that they use by a small number: `F4²`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from stageline.report.cells import (
 from stageline.report.idle import table
 from stageline.report.summary import heading, measures, number
 from stageline.report.timeline import Timeline
-from stageline.schedules.action import WHOLE_BATCH, Action
+from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action, Kind
 
 SEPARATOR = " · "
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 Naming = Callable[[Action], str]
 
 
@@ -41,6 +44,7 @@ class Layout(NamedTuple):
     name: Naming
     label_width: int = 1
     gap: str = ""  # between cells
+    shows_versions: bool = False
 
     def label(self, action: Action | None) -> str:
         return self.name(action).ljust(self.label_width) if action else "." * self.label_width
@@ -57,7 +61,7 @@ def plain(timeline: Timeline, width: int | None = None, end: float | None = None
         row_name(timeline, rank) + layout.gap.join(map(layout.label, actions))
         for rank, actions in enumerate(shown_actions(timeline, layout))
     )
-    legend = _fold([*kind_names(timeline), ". idle", *cell_notes(timeline, layout.quantum)], width)
+    legend = _fold([*kind_names(timeline), ". idle", *cell_notes(timeline, layout)], width)
     return "\n".join([*(row.rstrip() for row in rows), *legend, *measure_lines(timeline, width)])
 
 
@@ -71,10 +75,14 @@ def labelled_layout(
 ) -> Layout | None:
     """A label in every cell: the most generous layout that fits in `width`, if any does."""
     naming = full_name if timeline.num_stages > timeline.num_ranks else short_name
-    styles = [(naming, " "), (naming, ""), *((name, "") for name in more_namings)]
+    styles: list[tuple[Naming, str, bool]] = [(naming, " ", False), (naming, "", False)]
+    if timeline.schedule.is_stream:
+        styles = [(versioned(naming), gap, True) for gap in (" ", "")] + styles
+    styles += [(name, "", False) for name in more_namings]
     for quantum in (exact_quantum(timeline), rough_quantum(timeline)):
-        for name, gap in styles if quantum else ():
-            layout = Layout(quantum or 1.0, name, _longest(timeline, name), gap)
+        for name, gap, shows_versions in styles if quantum else ():
+            longest = _longest(timeline, name)
+            layout = Layout(quantum or 1.0, name, longest, gap, shows_versions)
             if width is None or _row_width(timeline, layout) <= width:
                 return layout
     return None
@@ -111,10 +119,13 @@ def row_name(timeline: Timeline, rank: int) -> str:
     return f"rank {rank:>{len(str(timeline.num_ranks - 1))}} │ "
 
 
-def cell_notes(timeline: Timeline, quantum: float) -> list[str]:
-    size = f"a cell is {number(quantum)}"
-    hides = hides_actions(timeline, quantum)
-    return [size, "shorter actions may not show"] if hides else [size]
+def cell_notes(timeline: Timeline, layout: Layout) -> list[str]:
+    notes = [f"a cell is {number(layout.quantum)}"]
+    if hides_actions(timeline, layout.quantum):
+        notes.append("shorter actions may not show")
+    if layout.shows_versions:
+        notes.append("small numbers are versions of the weights")
+    return notes
 
 
 def measure_lines(timeline: Timeline, width: int | None) -> list[str]:
@@ -135,8 +146,21 @@ def microbatch_name(action: Action) -> str:
     return "" if action.microbatch == WHOLE_BATCH else str(action.microbatch)
 
 
+def versioned(name: Naming) -> Naming:
+    """With the version of the weights as a small number."""
+
+    def named(action: Action) -> str:
+        has_version = action.version != NO_VERSION and action.kind is not Kind.STEP
+        version = str(action.version).translate(SUPERSCRIPT) if has_version else ""
+        return name(action) + version
+
+    return named
+
+
 def kind_names(timeline: Timeline) -> list[str]:
-    return [f"{palette.letter(kind)} {palette.NAMES[kind]}" for kind in palette.kinds(timeline)]
+    """Of what takes time: a cell shows nothing else."""
+    kinds = palette.lasting_kinds(timeline)
+    return [f"{palette.letter(kind)} {palette.NAMES[kind]}" for kind in kinds]
 
 
 def letter(action: Action) -> str:

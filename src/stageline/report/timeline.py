@@ -10,10 +10,12 @@ from stageline.costs import Costs
 from stageline.report.idle import Idle
 from stageline.report.memory import memory_curves
 from stageline.report.spans import Level, Spans, Transfer
+from stageline.report.steady import busy_share, steady_window
 from stageline.report.transfers import transfers
 from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.placement import Placement, Replicas
+from stageline.schedules.schedule import Schedule
 
 ROUNDED = 1 - 1e-9  # sums of times differ in their last digits by the order of adding
 
@@ -39,6 +41,12 @@ class Timeline:
     @property
     def num_stages(self) -> int:
         return len(self.placement)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What ran, in the order in which it did."""
+        rows = tuple(tuple(span.action for span in row) for row in self.spans)
+        return Schedule(rows, self.placement, self.name, self.replicas)
 
     @cached_property
     def makespan(self) -> float:
@@ -69,9 +77,26 @@ class Timeline:
         return max(0.0, (longest - work) / longest) if longest else 0.0
 
     @cached_property
+    def steady_busy(self) -> tuple[float, ...]:
+        """The busy share of each rank between fill and drain; () if it drains before it is full.
+
+        That is from when the last rank has begun its first backward until the first rank has begun
+        its last forward: what a stream of many mini-batches keeps up.
+
+        >>> from stageline import build_schedule, simulate
+        >>> sizes = {"num_ranks": 2, "num_microbatches": 1}
+        >>> simulate(build_schedule("pipedream", **sizes, num_minibatches=8)).steady_busy
+        (1.0, 1.0)
+        """
+        window = steady_window(self.spans)
+        return tuple(busy_share(row, window) for row in self.spans) if window else ()
+
+    @cached_property
     def memory(self) -> tuple[tuple[Level, ...], ...]:
         """What each rank holds, in the order of time."""
-        return memory_curves(self.spans, self.placement, self.costs) if self.costs else ()
+        if self.costs is None:
+            return ()
+        return memory_curves(self.spans, self.placement, self.costs, self.replicas)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -105,12 +130,15 @@ class Timeline:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        """They hold if every stage reads from the one before it; other edges only add waiting."""
+        """They hold if every stage reads from the one before it; other edges only add waiting.
+
+        Of stages on several ranks nothing is proven.
+        """
         is_chain = self.edges is None or set(chain(self.num_stages)) <= set(self.edges)
-        if self.costs is None or not is_chain or not any(self.spans):
+        if self.costs is None or not is_chain or self.replicas or not any(self.spans):
             return Bounds(0.0, 0.0)
-        last = max(span.action.microbatch for row in self.spans for span in row)
-        return lower_bounds(self.placement, last + 1, self.costs, self.peak_activations)
+        num_microbatches = self.schedule.total_microbatches
+        return lower_bounds(self.placement, num_microbatches, self.costs, self.peak_activations)
 
     def save(self, path: str | Path) -> None:
         """Draw it as the suffix says: .svg, .html, or .json for ui.perfetto.dev."""

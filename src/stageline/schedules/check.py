@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,8 +108,9 @@ def not_compute(facts: Facts) -> Iterator[Offence]:
 def out_of_range(facts: Facts) -> Iterator[Offence]:
     num_stages = facts.schedule.num_stages
     for cell, action in facts.all_cells():
-        is_step = action.kind is Kind.STEP and action.microbatch == WHOLE_BATCH
-        if not 0 <= action.stage < num_stages or (action.microbatch < 0 and not is_step):
+        is_step = action.kind is Kind.STEP
+        is_known = action.microbatch == WHOLE_BATCH if is_step else action.microbatch >= 0
+        if not 0 <= action.stage < num_stages or not is_known or action.version < NO_VERSION:
             yield Offence([cell], {"action": action, "last": num_stages - 1})
 
 
@@ -122,7 +123,8 @@ def without_stage(facts: Facts) -> Iterator[Offence]:
 def misreplicated(facts: Facts) -> Iterator[Offence]:
     """Ranks of a replicated stage hold no other; and there is a number for each stage."""
     placement, replicas = facts.schedule.placement, facts.schedule.replicas
-    if replicas and (len(replicas) != len(placement) or placement != side_by_side(replicas)):
+    are_sizes = all(type(count) is int and count > 0 for count in replicas)
+    if replicas and (not are_sizes or placement != side_by_side(replicas)):
         yield Offence([], {"replicas": list(replicas), "placement": list(placement)})
 
 
@@ -200,17 +202,35 @@ def before(first: Kind, second: Kind) -> Callable[[Facts], Iterator[Offence]]:
     return find
 
 
+def without_share(facts: Facts) -> Iterator[Offence]:
+    """A replica with no gradient in some mini-batch has none to reduce, and others wait for it."""
+    num_microbatches = facts.schedule.num_microbatches
+    for stage, count in enumerate(facts.schedule.replicas):
+        if num_microbatches % count:
+            yield Offence([], {"total": num_microbatches, "count": count, "stage": stage})
+
+
 def deadlocked(facts: Facts) -> Iterator[Offence]:
     schedule = facts.schedule
     if schedule.replicas:  # whose steps wait for each other
-        yield from deadlocked_program(ProgramFacts(lowered(schedule)))
+        program = lowered(schedule)
+        yield from _marked_in(schedule, program.actions, deadlocked_program(ProgramFacts(program)))
         return
     rows = [[a for a in row if a.kind in COMPUTE] for row in schedule.actions]
     numbering = Numbering(schedule.num_stages, schedule.total_microbatches)
     lanes = [numbering.lane(row) for row in rows]
     waits = waits_of(numbering, chain(schedule.num_stages), lambda *_: 0.0)
     run = run_lanes(lanes, [1.0] * numbering.num_tasks, waits)
-    yield from waiting_for_each_other(rows, lanes, waits, run)
+    yield from _marked_in(schedule, rows, waiting_for_each_other(rows, lanes, waits, run))
+
+
+def _marked_in(
+    schedule: Schedule, rows: Sequence[Sequence[Action]], offences: Iterator[Offence]
+) -> Iterator[Offence]:
+    """Cells of other rows with the same actions, as cells of the schedule."""
+    for cells, words in offences:
+        found = [(rank, schedule.actions[rank].index(rows[rank][i])) for rank, i in cells]
+        yield Offence(found, words)
 
 
 NEEDED = "{early} comes before {late}, which it needs: swap them"
@@ -230,18 +250,19 @@ RULES = (
     Rule(
         "known stages and micro-batches",
         out_of_range,
-        "{action} is out of range, but stages go from 0 to {last}, and micro-batches from 0 up",
-    ),
-    Rule(
-        "every rank holds a stage",
-        without_stage,
-        "rank {rank} holds no stage: place one there, or use fewer ranks",
+        "{action} is out of range, but stages go from 0 to {last}, and micro-batches and versions "
+        "from 0 up",
     ),
     Rule(
         "replicas side by side",
         misreplicated,
         "stages with {replicas} replicas are placed on ranks {placement} on, but ranks hold one "
         "stage each, in the order of stages: place them so",
+    ),
+    Rule(
+        "every rank holds a stage",
+        without_stage,
+        "rank {rank} holds no stage: place one there, or use fewer ranks",
     ),
     Rule(
         "on its own rank",
@@ -272,5 +293,11 @@ RULES = (
     Rule("forward before its gradient", before(Kind.F, Kind.I), NEEDED),
     Rule("forward before its backward", before(Kind.F, Kind.B), NEEDED),
     Rule("input before weights", before(Kind.I, Kind.W), NEEDED),
+    Rule(
+        "a share for every replica",
+        without_share,
+        "a mini-batch of {total} does not go round among the {count} ranks of stage {stage}: use a "
+        "multiple of {count} micro-batches, or other replicas",
+    ),
 )
 DEADLOCK = (Rule("no deadlock", deadlocked, "{who}: {cycle}: change the order of one of them"),)

@@ -1,8 +1,8 @@
 """PipeDream (arXiv 1806.03377): 1F1B without a flush, on weights that change on the way.
 
-rank 0 │ F0⁰ F1⁰ F2⁰ B0⁰ F3¹ B1⁰ F4² B2⁰ F5³ B3¹ ..
-rank 1 │ ... F0⁰ F1⁰ B0⁰ F2¹ B1⁰ F3² B2¹ F4³ B3² ..      p = 3, an update for every micro-batch;
-rank 2 │ ... ... F0⁰ B0⁰ F1¹ B1¹ F2² B2² F3³ B3³ ..      the small number is the weights' version
+rank 0 │ F0⁰ F1⁰ F2⁰ ... ... B0⁰ F3¹ B1⁰ F4² B2⁰ F5³ B3¹ ..
+rank 1 │ ... F0⁰ F1⁰ ... B0⁰ F2¹ B1⁰ F3² B2¹ F4³ B3² F5⁴ ..   p = 3, a step for every micro-batch;
+rank 2 │ ... ... F0⁰ B0⁰ F1¹ B1¹ F2² B2² F3³ B3³ F4⁴ B4⁴ ..   small: the version of the weights
 
 After its warm-up a stage alternates forward and backward, and steps its optimizer as soon as all
 gradients of a mini-batch are there. A backward uses the weights that its forward used (weight

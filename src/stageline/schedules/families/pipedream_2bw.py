@@ -1,7 +1,7 @@
 """PipeDream-2BW (arXiv 2006.09503): 1F1B without a flush, with two versions of the weights.
 
-rank 0 │ F0⁰ F1⁰ B0⁰ F2⁰ B1⁰ F3⁰ B2⁰ F4¹ B3⁰ F5¹ B4¹ ..
-rank 1 │ ... F0⁰ B0⁰ F1⁰ B1⁰ F2⁰ B2⁰ F3⁰ B3⁰ F4¹ B4¹ ..      p = 2, m = 2
+rank 0 │ F0⁰ F1⁰ ... B0⁰ F2⁰ B1⁰ F3⁰ B2⁰ F4¹ B3⁰ F5¹ B4¹ ..
+rank 1 │ ... F0⁰ B0⁰ F1⁰ B1⁰ F2⁰ B2⁰ F3⁰ B3⁰ F4¹ B4¹ F5¹ ..      p = 2, m = 2
 
 The gradients of m >= p micro-batches make one step. All of them use the weights of one step
 earlier: W(t+1) = W(t) - lr · grad f(W(t-1)). So the delay is one step on every stage, and two
