@@ -111,6 +111,7 @@ class Boxes(NamedTuple):
     inbox: dict[Parcel, Message]  # messages between two stages of this rank
     outbox: dict[Parcel, Message]  # made, and not yet sent
     unsettled: list[int]  # the mini-batch whose step was a guess, if there is one
+    wrong: list[int]  # the mini-batch for which others will have guessed wrong, if there is one
 
 
 @dataclass
@@ -182,18 +183,18 @@ class Executor:
 
     def _run_ahead(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Rank:
         """As far as can be repeated with weights that are a guess, and on when they are settled."""
-        _, _, unsettled = stream.boxes.setdefault(rank, Boxes({}, {}, []))
+        boxes = stream.boxes.setdefault(rank, Boxes({}, {}, [], []))
         own = self.ahead.by_rank[rank]
         yield from self._perform(own.first, rank, segment, stream, transport)
         name: Naming = as_it_is
-        if unsettled:
-            number = unsettled.pop()
+        if boxes.unsettled:
+            number = boxes.unsettled.pop()
             message = yield number, norms_for(rank)
-            is_redone = self._settle(rank, stream.steps[number], message.contents, stream)
-            if is_redone and segment in stream.steps:
-                name = self.ahead.second
-                yield from self._forget(rank, segment, stream.steps[segment], transport)
-                yield from self._perform(own.first, rank, segment, stream, transport, name)
+            self._settle(rank, number, message.contents, stream)
+        if boxes.wrong and boxes.wrong.pop() < segment and segment in stream.steps:
+            name = self.ahead.second
+            yield from self._forget(rank, segment, stream.steps[segment], transport)
+            yield from self._perform(own.first, rank, segment, stream, transport, name)
         yield from self._perform(own.rest, rank, segment, stream, transport, name)
 
     def _step_ahead(
@@ -215,16 +216,16 @@ class Executor:
             stream.boxes[rank].unsettled.append(number)
         else:
             message = yield number, norms_for(rank)
-            self._settle(rank, step, message.contents, stream)
+            self._settle(rank, number, message.contents, stream)
 
-    def _settle(self, rank: int, step: Step, norms: Norms, stream: Stream) -> bool:
-        """Whether a step was made again."""
+    def _settle(self, rank: int, number: int, norms: Norms, stream: Stream) -> None:
         assert stream.stepper is not None
         assert stream.stepper.clipping is not None
         stages = self.ahead.by_rank[rank].stages
-        update, is_redone = stream.stepper.clipping.settle(stages, norms)
-        step.updates |= dict.fromkeys(stages, update._replace(is_redone=is_redone))
-        return is_redone
+        update, is_wrong = stream.stepper.clipping.settle(stages, norms)
+        stream.steps[number].updates |= dict.fromkeys(stages, update)
+        if is_wrong:
+            stream.boxes[rank].wrong.append(number)
 
     def _forget(self, rank: int, number: int, step: Step, transport: Transport) -> Rank:
         """What forwards with wrong weights left behind, here and on its way to here."""
@@ -249,7 +250,7 @@ class Executor:
     ) -> Rank:
         """The loop. Messages that go a second time have names of their own."""
         kinds = KINDS[stream.purpose]
-        inbox, outbox, _ = stream.boxes.setdefault(rank, Boxes({}, {}, []))
+        inbox, outbox, _, _ = stream.boxes.setdefault(rank, Boxes({}, {}, [], []))
         moments = stream.moments.setdefault(rank, []) if stream.is_traced else []
         for task in tasks:
             number = segment - task.lag

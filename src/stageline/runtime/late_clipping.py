@@ -10,6 +10,7 @@ has begun since (Zero Bubble calls this post-validation, arXiv 2401.10241):
 
 A rank whose own gradients are too large already does not guess, but waits. So the gradients of a
 step that is taken back are moderate, and what arithmetic brings back is good to the last digits.
+Such a rank repeats its forwards as well: what they read came from ranks that did guess.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LateClipping:
         return True
 
     def settle(self, stages: Sequence[int], everywhere: Norms) -> tuple[Update, bool]:
-        """With the norms of all ranks: what became of the step, and whether it was made again."""
+        """With the norms of all ranks: what became of the step, and whether a guess was wrong."""
         norms = [everywhere[number] for number in sorted(everywhere)]
         total = total_norm(norms)
         factor = clip_factor(norms, self.max_norm)
@@ -77,7 +78,7 @@ class LateClipping:
                 self.guessed.pop(stage, None)
                 self.own[stage].after_step()
         is_skipped = not math.isfinite(total)
-        return Update(is_skipped, float(total)), was_guessed and is_clipped
+        return Update(is_skipped, float(total), was_guessed and is_clipped), is_clipped
 
     def _again(self, stage: int, factor: Tensor) -> None:
         """Clipped, or not at all if something is not finite anywhere."""
