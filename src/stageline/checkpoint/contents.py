@@ -56,6 +56,7 @@ class Record:
     num_tensors: int
     groups: tuple[Options, ...]  # none: no optimizer was saved
     values: Mapping[str, Mapping[str, Any]]  # what the optimizer keeps that is no tensor, by name
+    scheduler: Any = None  # what the pipeline's own schedulers know, which is the same on all ranks
 
     def to_json(self, number: int) -> str:
         """`number` counts the checkpoints of a folder in the order in which they were saved."""
@@ -67,7 +68,8 @@ class Record:
     def of(fields: Mapping[str, Any]) -> Record:
         names = ("step", "data", "num_steps", "seed", "num_tensors", "values")
         groups = (Options(g["kind"], g["values"], tuple(g["names"])) for g in fields["groups"])
-        return Record(groups=tuple(groups), **{name: fields[name] for name in names})
+        known = {name: fields[name] for name in names}
+        return Record(groups=tuple(groups), scheduler=fields.get("scheduler"), **known)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Part:
     tensors: Mapping[str, Tensor]
     groups: tuple[Options, ...]
     values: Mapping[str, Mapping[str, Any]]
+    scheduler: Any
 
 
 def places(pipe: Pipeline) -> Iterator[Place]:
@@ -98,7 +101,19 @@ def used_here(pipe: Pipeline) -> dict[str, Tensor]:
     return {place.name: place.tensor for place in places(pipe) if pipe.peers.has(place.rank)}
 
 
-def part_of(pipe: Pipeline, optimizer: Optimizer | None) -> Part:
+def optimizers_of(pipe: Pipeline, optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
+    """Those of the pipeline, or the one that is given."""
+    if optimizer is None:
+        return pipe.optimizers
+    if pipe.stepper is not None:
+        raise CheckpointError(
+            f"an optimizer was given, a {type(optimizer).__name__}, but the pipeline has its own: "
+            "leave it out"
+        )
+    return (optimizer,)
+
+
+def part_of(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Part:
     """What this process has to save: what it is the first to use, if it is of the first replica.
 
     Of processes that hold the same, the writing lets one write it.
@@ -115,10 +130,9 @@ def part_of(pipe: Pipeline, optimizer: Optimizer | None) -> Part:
     tensors = {f"{MODEL}{name}": tensor for tensor, name in own.items()}
     if is_writer[0]:
         tensors[RANDOM] = torch.get_rng_state()
-    if optimizer is None:
-        return Part(tensors, (), {})
-    check_parameters(optimizer, names)
-    kept = {own[p]: state for p, state in optimizer.state.items() if p in own}
+    for optimizer in optimizers:
+        check_parameters(optimizer, names)
+    kept = {own[p]: state for each in optimizers for p, state in each.state.items() if p in own}
     values: dict[str, dict[str, Any]] = {}
     for name, state in kept.items():
         for key, value in state.items():
@@ -126,7 +140,10 @@ def part_of(pipe: Pipeline, optimizer: Optimizer | None) -> Part:
                 tensors[f"{OPTIMIZER}{name}.{_state_name(key, value)}"] = value
             else:
                 values.setdefault(name, {})[_state_name(key, value)] = value
-    return Part(tensors, tuple(_groups(optimizer, own)), values)
+    groups = tuple(group for each in optimizers for group in _groups(each, own))
+    schedulers = pipe.stepper.schedulers if pipe.stepper else ()
+    state = json_value("the scheduler", schedulers[0].state_dict()) if schedulers else None
+    return Part(tensors, groups, values, state)
 
 
 def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
 def check(
     checkpoint: Checkpoint,
     pipe: Pipeline,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     own: Mapping[str, nn.Parameter],
     optimized: set[str],
 ) -> None:
@@ -51,8 +51,13 @@ def check(
     if optimized:
         names = {name for group in checkpoint.record.groups for name in group.names}
         _check_names(checkpoint.path, "optimizer", names, optimized)
-    if optimizer is not None:
+    for optimizer in optimizers:
         _check_groups(checkpoint, optimizer, own)
+    if pipe.stepper and pipe.stepper.schedulers and checkpoint.record.scheduler is None:
+        raise CheckpointError(
+            f"{str(checkpoint.path)!r} was saved without a scheduler, but the pipeline has one: "
+            "build it without, or load another"
+        )
 
 
 def _check_names(path: Path, whose: str, found: Iterable[str], wanted: Iterable[str]) -> None:

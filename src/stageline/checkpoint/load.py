@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from stageline.checkpoint.contents import (
     RANDOM,
     Record,
     check_parameters,
+    optimizers_of,
     places,
     used_here,
 )
@@ -51,13 +52,16 @@ def load(
     desk.settle()
     path = desk.by_first(lambda: folders.find(folder))
     checkpoint = desk.agreed(lambda: _opened(path))
-    own = desk.agreed(lambda: _by_name(pipe, optimizer))
+    optimizers = desk.agreed(lambda: optimizers_of(pipe, optimizer))
+    own = desk.agreed(lambda: _by_name(pipe, optimizers))
     optimized = {name for names in desk.everywhere(list(own)) for name in names}
-    desk.agreed(lambda: check(checkpoint, pipe, optimizer, own, optimized))
-    state = _made(checkpoint, optimizer, own)
+    desk.agreed(lambda: check(checkpoint, pipe, optimizers, own, optimized))
+    state = _made(checkpoint, optimizers, own)
     desk.agreed(lambda: _read(checkpoint, pipe, own, state))
-    if optimizer is not None:
-        _apply(checkpoint.record, optimizer, own, state)
+    for each in optimizers:
+        _apply(checkpoint.record, each, own, state)
+    for scheduler in pipe.stepper.schedulers if pipe.stepper else ():
+        scheduler.load_state_dict(checkpoint.record.scheduler)
     pipe.num_steps, pipe.seed = checkpoint.record.num_steps, checkpoint.record.seed
     return Loaded(checkpoint.record.step, checkpoint.record.data)
 
@@ -76,31 +80,35 @@ def _opened(path: Path) -> Checkpoint:
     return Checkpoint(path, record, found)
 
 
-def _by_name(pipe: Pipeline, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters that layers of this process use."""
-    if optimizer is None:
-        return {}
-    check_parameters(optimizer, {place.tensor: place.name for place in places(pipe)})
+def _by_name(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The optimizers' parameters that layers of this process use."""
+    known = {place.tensor: place.name for place in places(pipe)}
+    for optimizer in optimizers:
+        check_parameters(optimizer, known)
     names = {tensor: name for name, tensor in used_here(pipe).items()}
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return {names[p]: p for p in parameters if p in names}
+    return {names[p]: p for optimizer in optimizers for p in _parameters(optimizer) if p in names}
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _made(
-    checkpoint: Checkpoint, optimizer: Optimizer | None, own: Mapping[str, nn.Parameter]
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], own: Mapping[str, nn.Parameter]
 ) -> State:
-    """Room for all that the optimizer kept: what it has, or new."""
-    if optimizer is None:
-        return {}
+    """Room for all that the optimizers kept: what they have, or new."""
     states: dict[str, list[str]] = {}
     for key in checkpoint.forms:
         if key.startswith(OPTIMIZER):
             name, _, state = key.removeprefix(OPTIMIZER).rpartition(".")
             states.setdefault(name, []).append(state)
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    groups = {
+        p: group for each in optimizers for group in each.param_groups for p in group["params"]
+    }
+    kept = {p: state for each in optimizers for p, state in each.state.items()}
     made: State = {}
     for name, parameter in own.items():
-        now = optimizer.state.get(parameter, {})
+        now = kept.get(parameter, {})
         made[parameter] = dict(checkpoint.record.values.get(name, {}))
         for state in states.get(name, []):
             form = checkpoint.forms[f"{OPTIMIZER}{name}.{state}"]
@@ -135,7 +143,8 @@ def _read(
 def _apply(
     record: Record, optimizer: Optimizer, own: Mapping[str, nn.Parameter], state: State
 ) -> None:
-    for parameter in own.values():
+    owned = set(_parameters(optimizer))
+    for parameter in (p for p in own.values() if p in owned):
         optimizer.state.pop(parameter, None)
         if state[parameter]:
             optimizer.state[parameter] = state[parameter]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from stageline.arguments import check_size
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint.contents import Record, json_value, merged, part_of
+from stageline.checkpoint.contents import Record, json_value, merged, optimizers_of, part_of
 from stageline.checkpoint.desk import Desk, Saving, desk_of
 from stageline.checkpoint.storage import check_all_there, plain, refusal, write
 from stageline.errors import CheckpointError
@@ -43,25 +43,29 @@ def save(
 
     `data` is a JSON value of your own, such as where the data loader stands. The last `keep`
     checkpoints stay, older ones are deleted. With `wait=False` the state is copied, and written
-    while training goes on: `wait()` of what is returned raises what went wrong.
+    while training goes on: `wait()` of what is returned raises what went wrong. Of a pipeline
+    with optimizers of its own, these are saved.
     """
     check_size("keep", keep)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step is {step!r}, but has to be a whole number from 0 up")
     desk = desk_of(pipe)
     desk.settle()
-    part, data = desk.agreed(lambda: (part_of(pipe, optimizer), json_value("data", data)))
+    part, data = desk.agreed(
+        lambda: (part_of(pipe, optimizers_of(pipe, optimizer)), json_value("data", data))
+    )
     tensors = plain(part.tensors, copy=not wait)
-    parts = desk.everywhere((list(tensors), part.groups, part.values))
-    names = frozenset(name for names, _, _ in parts for name in names)
+    parts = desk.everywhere((list(tensors), part.groups, part.values, part.scheduler))
+    names = frozenset(name for names, *_ in parts for name in names)
     record = Record(
         step=step,
         data=data,
         num_steps=pipe.num_steps,
         seed=pipe.seed,
         num_tensors=len(names),
-        groups=merged([group for _, groups, _ in parts for group in groups]),
-        values={name: value for _, _, values in parts for name, value in values.items()},
+        groups=merged([group for _, groups, _, _ in parts for group in groups]),
+        values={name: value for _, _, values, _ in parts for name, value in values.items()},
+        scheduler=next((state for *_, state in parts if state is not None), None),
     )
     job = Job(Path(folder), record, names, keep)
     saving = desk.saving = Saving(lambda: _write(desk, job, tensors), in_background=not wait)

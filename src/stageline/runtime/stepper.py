@@ -125,6 +125,10 @@ class Stepper:
         self.begin_late((number,), step)
         return self._step(self.own[number], self.stages[number].versions, depth)
 
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        return [own.scheduler for own in self.own.values() if own and own.scheduler]
+
     def begin_late(self, numbers: Iterable[int], step: Step) -> None:
         """Gradients are those of all replicas now, and so are statistics; options are ours."""
         self.finish()
