@@ -166,3 +166,49 @@ def test_a_checkpoint_of_ones_own_does_not_say_where_the_data_stood(tmp_path: Pa
     sl.save(tmp_path, pipe, optimizer, step=4)
     with pytest.raises(sl.CheckpointError, match=r"is not of sl\.fit"):
         sl.fit(pipe, [], optimizer, steps=5, folder=tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_pipeline_with_its_own_optimizer_streams_and_goes_on_where_it_was(
+    schedule: str, tmp_path: Path
+) -> None:
+    """Stopped after a checkpoint and begun anew, it has the bits of a run without a stop."""
+
+    def trained(folder: Path, *steps: int) -> dict[str, Tensor]:
+        for last in steps:
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+            pipe = sl.Pipeline(
+                model,
+                nn.functional.mse_loss,
+                num_ranks=2,
+                num_microbatches=2,
+                schedule=schedule,
+                optimizer=lambda weights: torch.optim.AdamW(weights, 0.01),
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+                backend="serial",
+            )
+            reports = sl.fit(pipe, data, None, steps=last, folder=folder, save_every=5)
+            assert reports[-1].step == last
+            assert reports[-1].bubble is None
+        return model.state_dict()
+
+    torch.manual_seed(2)
+    data = [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(7)]
+    whole, stopped = trained(tmp_path / "whole", 12), trained(tmp_path / "stopped", 5, 12)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+def test_fit_refuses_an_optimizer_beside_the_pipelines_own() -> None:
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        nn.functional.mse_loss,
+        num_ranks=2,
+        num_microbatches=2,
+        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
+        backend="serial",
+    )
+    with pytest.raises(
+        sl.ModelError, match="optimizer was given to fit, but the pipeline steps its"
+    ):
+        sl.fit(pipe, [], pipe.optimizers[0], steps=1)

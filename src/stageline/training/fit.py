@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -109,12 +111,12 @@ class Interval:
         has_tokens = tokens is not None and self.num_tokens is not None
         self.num_tokens = self.num_tokens + tokens if has_tokens else None  # type: ignore[operator]
 
-    def report(self, pipe: Pipeline, step: int, timeline: Timeline) -> Report:
+    def report(self, pipe: Pipeline, step: int, timeline: Timeline | None) -> Report:
         """All ranks make it: it is told by all of them."""
         losses = [float(result.loss) for result in self.results]
         seconds = perf_counter() - self.since
         samples = pipe.peers.total(self.num_samples)
-        makespan = max(timeline.makespan, 1e-9)
+        makespan = max(timeline.makespan, 1e-9) if timeline else 1.0
         devices = {parameter.device for parameter in pipe.parameters()}
         return Report(
             step=step,
@@ -122,8 +124,8 @@ class Interval:
             samples_per_second=samples / seconds,
             tokens_per_second=self.num_tokens
             and self.num_tokens / self.num_samples * samples / seconds,
-            bubble=timeline.step_bubble,
-            busy=tuple(busy / makespan for busy in timeline.busy),
+            bubble=timeline.step_bubble if timeline else None,
+            busy=tuple(busy / makespan for busy in timeline.busy) if timeline else (),
             peak_memory=tuple(desk_of(pipe).everywhere(peak_memory(devices))),
         )
 
@@ -150,6 +152,9 @@ def fit(
     that it would have had without a stop. A report is printed, and appended to
     `folder/metrics.jsonl`, by the first rank every `report_every` steps: reading the loss makes
     ranks wait for each other, so not after every step.
+
+    A pipeline with an optimizer of its own, for which `optimizer` is None, streams: mini-batches
+    follow each other without a barrier, and are all finished where a checkpoint is written.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -212,6 +217,14 @@ def _check_here(run: Run, *, tensorboard: bool) -> None:
         raise ModelError("tensorboard is True, but there is no folder to write to: give folder=")
     if run.max_norm is not None and not run.max_norm > 0:
         raise ModelError(f"max_norm is {run.max_norm!r}, but has to be a number above 0")
+    if run.pipe.stepper is not None:
+        theirs = {"optimizer": run.optimizer, "scheduler": run.scheduler, "max_norm": run.max_norm}
+        for name, value in theirs.items():
+            if value is not None:
+                raise ModelError(
+                    f"{name} was given to fit, but the pipeline steps its own optimizer: give "
+                    f"{name} to Pipeline"
+                )
     if run.optimizer is not None:
         check_parameters(run.optimizer, {place.tensor: place.name for place in places(run.pipe)})
     if run.scheduler is not None and run.scheduler.optimizer is not run.optimizer:
@@ -221,9 +234,11 @@ def _check_here(run: Run, *, tensorboard: bool) -> None:
 def _train(
     run: Run, loader: Iterable[Any], steps: range, position: Position, tell: Write
 ) -> list[Report]:
+    data = batches(loader, run.pipe.seed, position)
+    if run.pipe.stepper is not None:
+        return list(_streamed(run, data, steps, tell))
     reports = []
     interval = Interval()
-    data = batches(loader, run.pipe.seed, position)
     for step, batch in zip(steps, data, strict=False):
         is_last = step == steps[-1]
         if is_last or step % run.report_every == 0:
@@ -237,6 +252,40 @@ def _train(
         if is_last or step % run.save_every == 0:
             run.save(step, batch.after, wait=is_last)
     return reports
+
+
+def _streamed(run: Run, data: Iterator[Batch], steps: range, tell: Write) -> Iterator[Report]:
+    """A stream up to each checkpoint, and another from there on."""
+    interval = Interval()
+    for part in _parts(steps, run.save_every):
+        fed: deque[Batch] = deque()
+        results = run.pipe.run(_noted(islice(data, len(part)), fed))
+        batch: Batch | None = None
+        for step, result in zip(part, results, strict=True):
+            batch = fed.popleft()
+            interval.add(batch, result)
+            if step == steps[-1] or step % run.report_every == 0:
+                report = interval.report(run.pipe, step, None)
+                tell(report)
+                yield report
+                interval = Interval()
+        assert batch is not None  # no part is empty
+        run.save(part[-1], batch.after, wait=part[-1] == steps[-1])
+
+
+def _parts(steps: range, length: int) -> Iterator[range]:
+    """Up to the next multiple of `length` each, the last one to the end."""
+    first = steps.start
+    while first < steps.stop:
+        behind = min(first - 1 - (first - 1) % length + length + 1, steps.stop)
+        yield range(first, behind)
+        first = behind
+
+
+def _noted(data: Iterable[Batch], fed: deque[Batch]) -> Iterator[tuple[Any, Any]]:
+    for batch in data:
+        fed.append(batch)
+        yield batch.inputs, batch.target
 
 
 def _listeners(around: ExitStack, run: Run, steps: int, done: int, *, tensorboard: bool) -> Write:

@@ -23,13 +23,16 @@ FILE, BOARD = "metrics.jsonl", "tensorboard"
 
 @dataclass(frozen=True)
 class Report:
-    """Of the steps since the one before; a step of its own was measured for bubble and busy."""
+    """Of the steps since the one before; a step of its own was measured for bubble and busy.
+
+    In a stream no step is on its own, and they are not known.
+    """
 
     step: int
     loss: float  # the mean over these steps
     samples_per_second: float  # of all replicas
     tokens_per_second: float | None  # if the inputs are numbers of tokens
-    bubble: float  # idle share of all ranks
+    bubble: float | None  # idle share of all ranks
     busy: tuple[float, ...]  # share of the step, by rank
     peak_memory: tuple[int, ...]  # bytes, by process: of its device, or of itself
 
@@ -40,7 +43,8 @@ class Report:
             else f"{self.tokens_per_second:,.0f} tokens/s"
         )
         memory = format_bytes(max(self.peak_memory))
-        return f"loss {self.loss:.4f}   {speed}   bubble {percent(self.bubble)}   {memory}"
+        bubble = "" if self.bubble is None else f"bubble {percent(self.bubble)}   "
+        return f"loss {self.loss:.4f}   {speed}   {bubble}{memory}"
 
 
 Write = Callable[[Report], None]
