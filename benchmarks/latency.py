@@ -17,9 +17,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.executor import Message
+from stageline.runtime.executor import Message, Parcel
 from stageline.runtime.processes import Incoming, Processes
-from stageline.schedules.action import Action
 from stageline.zoo.emulated import Occupy
 
 LATENCY, FORWARD = 0.020, 0.010  # seconds
@@ -29,7 +28,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
 class Late(Incoming):
     """Gives a message out only some time after it was sent."""
 
-    def take(self, send: Action) -> Message:
+    def take(self, send: Parcel) -> Message:
         message = super().take(send)
         sleep(max(0.0, message.sent_at + LATENCY - perf_counter()))
         return message
