@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +54,7 @@ from stageline.runtime.options import (
     BACKENDS,
     check_choice,
     check_owned,
+    check_untied,
     edges_of,
     is_asynchronous,
     recompute_modes,
@@ -122,6 +124,9 @@ class StepResult:
     def update_norms(self) -> dict[int, float]:
         """By stage, how far its weights moved; of gradients where that is not watched."""
         return {stage: update.norm for stage, update in self.told.updates.items()}
+
+
+Results = Generator[StepResult, None, None]  # of a stream, in the order of mini-batches
 
 
 class Pipeline:
@@ -209,6 +214,8 @@ class Pipeline:
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
+        if self.is_asynchronous:
+            check_untied(self.schedule, self.layers, self.cut)
         self.homes = homes_of(self.cut, self.schedule.placement)  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.homes = self._nearest(self.homes)
@@ -221,6 +228,7 @@ class Pipeline:
         self.executor = self._staged(recompute_modes(recompute, self.schedule.num_stages))
         self.stepper = self._owned(optimizer, scheduler) if optimizer else None
         self.is_streaming = self.is_traced = False
+        self.stream: Callable[[], Results | None] = lambda: None  # the last one, weakly
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.desk: Closes | None = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
@@ -235,7 +243,6 @@ class Pipeline:
                 f"step was called, but {self.schedule.name!r} has several mini-batches on their "
                 "way at a time: use for result in pipe.run(loader)"
             )
-        self._check_idle()
         step = self._training_step(inputs, target, named)
         self._run(step)
         self.num_steps += 1
@@ -245,7 +252,7 @@ class Pipeline:
             self._step_all(self.stepper, step)
         return StepResult(self.peers.told(step))
 
-    def run(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[StepResult]:
+    def run(self, loader: Iterable[tuple[Any, Any]]) -> Results:
         """Train on every mini-batch of `loader`, one after another with no barrier between them.
 
         It gives back their results in order, each `pipe.ahead` mini-batches after it went in: these
@@ -268,7 +275,9 @@ class Pipeline:
         self._check_idle()
         if self.needs_barriers:
             return (self.step(inputs, target) for inputs, target in loader)
-        return self._stream(self.stepper, loader)
+        stream = self._stream(self.stepper, loader)
+        self.stream = weakref.ref(stream)
+        return stream
 
     @property
     def ahead(self) -> int:
@@ -304,7 +313,6 @@ class Pipeline:
         run now, all backwards when its gradient arrives. In evaluation, or under `torch.no_grad()`,
         it has no graph.
         """
-        self._check_idle()
         is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
         if is_trained and self.is_asynchronous:
             raise ModelError(
@@ -331,6 +339,7 @@ class Pipeline:
                 f"verify was called, but {self.schedule.name!r} does not give the numbers of a "
                 "plain loop, by design: verify a synchronous schedule of the same model"
             )
+        self._check_idle()
         inputs, target, named = detached((inputs, target, named))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
@@ -430,6 +439,7 @@ class Pipeline:
         >>> pipe.replan(optimizer, [timeline]).old_balance
         (4, 4)
         """
+        self._check_idle()
         told = self.peers.everywhere(lambda: self._observed(optimizer, timelines, profile))
         times = slowest([each for each, _ in told])
         # the first one's, in case that another machine rounds otherwise
@@ -441,8 +451,11 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, and the process groups; with several processes, of all of them.
 
-        A pipeline that is garbage collected ends its threads as well.
+        A stream that is on its way is finished first. A pipeline that is garbage collected ends
+        its threads as well.
         """
+        if stream := self.stream():
+            stream.close()
         if self.desk is not None:
             self.desk.close()
         if self.stepper is not None:
@@ -591,21 +604,22 @@ class Pipeline:
             for number in stepper.own:
                 step.updates[number] = stepper.skip(number, float(total))
 
-    def _stream(self, stepper: Stepper, loader: Iterable[tuple[Any, Any]]) -> Iterator[StepResult]:
-        guard, looked_at = Guard(), deque[tuple[int, StepResult]]()
+    def _stream(self, stepper: Stepper, loader: Iterable[tuple[Any, Any]]) -> Results:
+        guard, unseen = Guard(), deque[tuple[int, StepResult]]()
         with self._streaming(stepper) as stream:
             running = self.driver.start(self.executor, stream)
             steps = self._fed(loader)
             with closing(finished(running, stream, steps, self.ahead, stepper.check)) as done:
                 for step in done:
                     result = StepResult(self.peers.told(step))
-                    looked_at.append((step.number, result))
+                    if self.is_asynchronous:
+                        unseen.append((step.number, result))
                     # so late that no rank has to wait for another to tell it
-                    if self.is_asynchronous and len(looked_at) > self.ahead + 1:
-                        number, before = looked_at.popleft()
-                        if warning := guard.look(number, before.told):
-                            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+                    if len(unseen) > self.ahead + 1:
+                        _warn(guard, *unseen.popleft())
                     yield result
+                for number, result in unseen:
+                    _warn(guard, number, result)
 
     def _fed(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Step]:
         for inputs, target in loader:
@@ -622,7 +636,8 @@ class Pipeline:
         self._check_idle()
         if any(parameter.grad is not None for parameter in self.parameters()):
             raise ModelError(
-                "some parameters have gradients, but a stream begins without: call zero_grad()"
+                "some parameters have gradients, but a stream begins without any: call "
+                "model.zero_grad() before run"
             )
         stream = Stream(stepper=stepper, is_traced=self.is_traced, lag=self._lag)
         stages = [
@@ -640,6 +655,7 @@ class Pipeline:
             yield stream
         finally:
             self.is_streaming = False
+            stepper.end()
             for stage, trusts in zip(stages, trusted, strict=True):
                 stage.versions = None
                 stage.silent.trusts = trusts
@@ -717,6 +733,7 @@ class Pipeline:
         return Step(parts, self.seed, self.num_steps, first, Ambient.here())
 
     def _run(self, step: Step) -> None:
+        self._check_idle()
         statistics = [stage.statistics for stage in self.executor.stages]
         if not self.has_agreed:
             self.peers.agree(self._signature(step))
@@ -810,6 +827,12 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         )
         if tensor.requires_grad
     ]
+
+
+def _warn(guard: Guard, number: int, result: StepResult) -> None:
+    """Where the results of a stream are used."""
+    if warning := guard.look(number, result.told):
+        warnings.warn(warning, RuntimeWarning, stacklevel=3)
 
 
 def _digest(value: object) -> str:

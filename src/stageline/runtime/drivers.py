@@ -7,7 +7,7 @@ and the cause, after every other rank has stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, thread, wait
 from contextlib import contextmanager
 from itertools import count
 from threading import Condition
@@ -30,6 +30,7 @@ from stageline.runtime.late_clipping import Norms
 from stageline.runtime.mailbox import Mailbox, Poll, PostOffice, Stopped
 from stageline.schedules.action import WHOLE_BATCH, Action, Kind
 
+LOOK = 0.5  # seconds after which a rank that waits looks whether the interpreter waits for it
 WORDS = {
     Kind.F: "forward",
     Kind.I: "input gradient",
@@ -107,6 +108,7 @@ class InTurns:
     def __init__(self, executor: Executor, stream: Stream) -> None:
         self.executor, self.stream = executor, stream
         self.desk = Desk(executor.num_ranks)
+        self.is_inside = False  # of a segment; Ctrl-C leaves it unfinished
 
     def feed(self, step: Step) -> None:
         self.stream.add(step)
@@ -116,10 +118,12 @@ class InTurns:
         """It is done."""
 
     def drain(self) -> None:
-        for segment in segments_to_drain(self.stream):
-            self._run(segment)
+        if not self.is_inside:
+            for segment in segments_to_drain(self.stream):
+                self._run(segment)
 
     def _run(self, segment: int) -> None:
+        self.is_inside = True
         messages = self.desk.messages
         ranks = {
             rank: self.executor.run(rank, segment, self.stream, self.desk)
@@ -131,6 +135,7 @@ class InTurns:
                 if need is None or need in messages:
                     message = None if need is None else messages.pop(need)
                     self._advance(rank, ranks[rank], needs, message)
+        self.is_inside = False
 
     def _advance(
         self, rank: int, run: Rank, needs: dict[int, Parcel | None], message: Message | None
@@ -193,7 +198,9 @@ class Gate:
     def passes(self, segment: int) -> bool:
         """Wait for a mini-batch; whether there is anything to do in this segment."""
         with self.changed:
-            self.changed.wait_for(lambda: segment < self.num_fed or self.is_over)
+            while not self.changed.wait_for(lambda: segment < self.num_fed or self.is_over, LOOK):
+                if thread._shutdown:  # noqa: SLF001  the interpreter ends, in the middle of a stream
+                    return False
             return not self.is_stopped and segment < self.num_fed + self.lag and self.num_fed > 0
 
     def finished(self, rank: int) -> None:

@@ -92,7 +92,11 @@ class Place:
 
 def hang_up(group: dist.ProcessGroup) -> None:
     """Nothing ends gloo's waiting for a message but a wait that is over: that closes the line."""
-    for peer in dist.get_process_group_ranks(group):
+    try:
+        peers = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return  # it was destroyed, with all others
+    for peer in peers:
         if peer != dist.get_rank():
             with suppress(RuntimeError):  # it is over, or the line was closed before
                 nothing = dist.irecv(torch.empty(1), peer, group, HANG_UP)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from stageline.errors import ModelError, ScheduleError
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.schedules.action import Action, Kind
+from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
@@ -57,10 +59,10 @@ def schedule_of(
 
 def _check_ascending(schedule: Schedule) -> None:
     """The sum of gradients depends on its order in the last bits, so there is one order for all."""
-    latest: dict[tuple[int, bool], Action] = {}
     for row in schedule.actions:
+        latest: dict[tuple[int, bool], Action] = {}
         for action in row:
-            if action.kind is not Kind.F:
+            if action.kind in COMPUTE and action.kind is not Kind.F:
                 sort = (action.stage, action.kind is Kind.W)  # weights that I cannot leave to W too
                 before = latest.setdefault(sort, action)
                 if before.microbatch > action.microbatch:
@@ -82,11 +84,13 @@ def check_owned(
     schedule: Schedule, optimizer: object, scheduler: object, max_norm: object, backend: str
 ) -> None:
     """What goes together with an optimizer of the pipeline's own, and what needs one."""
-    for name, function in (("optimizer", optimizer), ("scheduler", scheduler)):
+    examples = "lambda params: SGD(params, lr=0.1)", "lambda optimizer: StepLR(optimizer, 100)"
+    functions = ("optimizer", optimizer), ("scheduler", scheduler)
+    for (name, function), example in zip(functions, examples, strict=True):
         if function is not None and not callable(function):
             raise ModelError(
-                f"{name} is {function!r}, but has to be a function that makes one for each stage: "
-                "optimizer=lambda params: SGD(params, lr=0.1)"
+                f"{name} is {type(function).__name__}(…), but has to be a function that makes one "
+                f"for each stage: {name}={example}"
             )
     for name, value in (("scheduler", scheduler), ("max_norm", max_norm)):
         if value is not None and optimizer is None:
@@ -106,6 +110,22 @@ def check_owned(
             f"replicas is {list(schedule.replicas)}, but a stage on several ranks needs a process "
             f"for each: start the script with stageline run --ranks {schedule.num_ranks}"
         )
+
+
+def check_untied(schedule: Schedule, layers: LayerSequence, parts: Sequence[range]) -> None:
+    """Versions of a weight are those of one stage."""
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, numbers in enumerate(parts):
+        for layer in layers.layers[numbers.start : numbers.stop]:
+            for name, weight in layer.module.named_parameters():
+                first, its_name = seen.setdefault(weight, (stage, f"{layer.name}.{name}"))
+                if first != stage and weight.requires_grad:
+                    raise ModelError(
+                        f"'{its_name}' of stage {first} and '{layer.name}.{name}' of stage {stage} "
+                        f"are the same weight, but with {schedule.name!r} each stage steps its own "
+                        "weights at its own time: put these layers into one stage with balance=, "
+                        "or use a synchronous schedule"
+                    )
 
 
 def recompute_modes(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:

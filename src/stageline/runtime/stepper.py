@@ -83,12 +83,18 @@ class StageOptimizer:
         return None
 
     def restore(self) -> None:
+        """Before a step, in which the optimizer itself and its scheduler may change options: until
+        it is over nothing is known of them, as another thread may look.
+        """
         for group, options in zip(self.optimizer.param_groups, self.known, strict=False):
             group.update(options)
+        self.known = []
 
     def after_step(self) -> None:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
+            # or torch warns of the wrong order if the very first step is left out
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
             self.scheduler.step()
         self.known = options_of(self.optimizer)
 
@@ -175,6 +181,12 @@ class Stepper:
         if found and self.meddled is None:
             self.meddled = f"{found} on stage {number}"
 
+    def end(self) -> None:
+        """Of a stream: options that somebody else changed, and was told so, are what they were."""
+        for own in self.own.values():
+            if own is not None and self.meddled is not None:
+                own.restore()
+
     def _step(self, own: StageOptimizer | None, versions: Versions | None, depth: int) -> Update:
         if own is None:
             return Update(is_skipped=False, norm=0.0)
@@ -192,7 +204,7 @@ class Stepper:
                 versions.end_step(depth)
             norm = _distance(parameters, before) if before else norm
         elif versions is not None:
-            versions.skip_step()
+            versions.skip_step(depth)
         own.after_step()
         return Update(not is_finite, norm)
 

@@ -64,9 +64,7 @@ class Versions:
 
     def begin_step(self, depth: int) -> None:
         """The next step leaves `depth` older versions in use, one of them the latest if any."""
-        for version in [v for v in self.kept if v <= self.latest - depth]:
-            if version < self.latest:
-                del self.kept[version]
+        self._forget(depth)
         if depth:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
@@ -76,10 +74,17 @@ class Versions:
         self.latest += 1
         self.kept[self.latest] = self._doubles() if depth else self.kept.pop(self.latest - 1)
 
-    def skip_step(self) -> None:
+    def skip_step(self, depth: int) -> None:
         """The new version is the old one."""
+        self._forget(depth)
         self.latest += 1
         self.kept[self.latest] = self.kept[self.latest - 1]
+
+    def _forget(self, depth: int) -> None:
+        """What nobody uses any more when there is a version after the latest."""
+        for version in [v for v in self.kept if v <= self.latest - depth]:
+            if version < self.latest:
+                del self.kept[version]
 
     @property
     def num_bytes(self) -> int:

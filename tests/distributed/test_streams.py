@@ -1,0 +1,15 @@
+"""Streams over real processes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.distributed.launch import launch
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 8), (3, 7), (4, 5)])
+def test_streams_over_processes_leave_the_bits_of_the_plain_program_and_end_cleanly(
+    num_ranks: int, count: int
+) -> None:
+    for ended in launch("streams", num_ranks, timeout=100.0):
+        assert ended.output.splitlines() == [f"{count} streams equal", "left open"], ended.output
+        assert ended.code == 1
