@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from stageline.model.layers import Layer as Layer
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
-    from stageline.pipeline import StepResult as StepResult
     from stageline.planning.cluster import Cluster as Cluster
     from stageline.planning.estimate import estimate as estimate
     from stageline.planning.explain import explain as explain
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from stageline.planning.rates import measure_rates as measure_rates
     from stageline.planning.search import plan as plan
     from stageline.report.timeline import Timeline as Timeline
+    from stageline.runtime.result import StepResult as StepResult
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
     from stageline.schedules.build import build_schedule as build_schedule

@@ -7,9 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, Protocol, Self
 
@@ -61,8 +58,10 @@ from stageline.runtime.options import (
     schedule_of,
 )
 from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
-from stageline.runtime.peers import Alone, Group, Loss, Peers, Told, local
+from stageline.runtime.peers import Alone, Group, Peers, local
 from stageline.runtime.processes import Processes
+from stageline.runtime.result import StepResult
+from stageline.runtime.signature import signature
 from stageline.runtime.stage import Stage, Target
 from stageline.runtime.stepper import (
     MakeOptimizer,
@@ -85,45 +84,6 @@ class Closes(Protocol):
     """Something that ends with the pipeline."""
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives back, beside the gradients in the parameters.
-
-    With several processes it is waited for when something of it is read, and not before.
-    """
-
-    fetch: Callable[[], Told] = field(repr=False)
-
-    @cached_property
-    def told(self) -> Told:
-        return self.fetch()
-
-    @property
-    def losses(self) -> list[Loss]:
-        """By micro-batch."""
-        return self.told.losses
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss of the mini-batch: the mean over its samples."""
-        return torch.stack([loss * weight for loss, weight in self.losses]).sum()
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """The stages that made no step, because their gradients were not finite."""
-        return tuple(stage for stage, update in self.told.updates.items() if update.is_skipped)
-
-    @property
-    def redone(self) -> tuple[int, ...]:
-        """The stages that took a step back and made it again, with gradients that were clipped."""
-        return tuple(stage for stage, update in self.told.updates.items() if update.is_redone)
-
-    @property
-    def update_norms(self) -> dict[int, float]:
-        """By stage, how far its weights moved; of gradients where that is not watched."""
-        return {stage: update.norm for stage, update in self.told.updates.items()}
 
 
 Results = Generator[StepResult, None, None]  # of a stream, in the order of mini-batches
@@ -440,6 +400,11 @@ class Pipeline:
         (4, 4)
         """
         self._check_idle()
+        if self.stepper is not None:
+            raise ModelError(
+                "replan was called, but the pipeline has an optimizer for each stage, and layers "
+                "cannot change theirs: save, build another with the new balance, and load"
+            )
         told = self.peers.everywhere(lambda: self._observed(optimizer, timelines, profile))
         times = slowest([each for each, _ in told])
         # the first one's, in case that another machine rounds otherwise
@@ -475,30 +440,12 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _signature(self, step: Step) -> dict[str, str]:
-        """What all ranks must have in common, in few words."""
-        shapes = [
-            (layer.name, name, tuple(tensor.shape), str(tensor.dtype))
-            for layer in self.layers
-            for name, tensor in layer.module.named_parameters()
-        ]
-        batch = {
-            name: [
-                tuple(tensor.shape) for part in step.inputs for tensor in trees.tensors(part[name])
-            ]
-            for name in sorted(step.inputs[0])
-        }
-        return {
-            "num_microbatches": str(self.schedule.num_microbatches),
-            "schedule": f"{self.schedule.name!r} ({_digest(self.schedule.actions)})",
-            "model": f"{len(self.layers)} layers ({_digest(shapes)})",
-            "balance": str(list(self.balance)),
-            "recompute": str(list(self.executor.recompute)),
-            "seed": f"{self.seed}, step {self.num_steps}",
-            "batch": str(batch),
-            "data": _digest([_numbers(part) for part in (*step.inputs, *step.targets)]),
-            "torch": torch.__version__,
-        }
+    def _agree(self, step: Step) -> None:
+        """With other processes, once, that all are about to do the same."""
+        if not self.has_agreed:
+            cuts = self.balance, self.executor.recompute
+            self.peers.agree(signature(self.schedule, self.layers, *cuts, step))
+            self.has_agreed = True
 
     def _placed(self) -> list[tuple[int, range]]:
         """For each stage its rank and layers."""
@@ -624,9 +571,7 @@ class Pipeline:
     def _fed(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Step]:
         for inputs, target in loader:
             step = self._training_step(inputs, target, {})
-            if not self.has_agreed:
-                self.peers.agree(self._signature(step))
-                self.has_agreed = True
+            self._agree(step)
             self.num_steps += 1
             yield step
 
@@ -735,9 +680,7 @@ class Pipeline:
     def _run(self, step: Step) -> None:
         self._check_idle()
         statistics = [stage.statistics for stage in self.executor.stages]
-        if not self.has_agreed:
-            self.peers.agree(self._signature(step))
-            self.has_agreed = True
+        self._agree(step)
         has_backward = step.purpose in (Purpose.TRAIN, Purpose.DRAIN)
         self.tied.refresh()
         if has_backward:
@@ -833,15 +776,3 @@ def _warn(guard: Guard, number: int, result: StepResult) -> None:
     """Where the results of a stream are used."""
     if warning := guard.look(number, result.told):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)
-
-
-def _digest(value: object) -> str:
-    """A few letters that differ if anything does."""
-    return blake2b(repr(value).encode(), digest_size=4).hexdigest()
-
-
-def _numbers(tree: Any) -> list[bytes]:
-    """What is in the tensors of a micro-batch, or of its target."""
-    tree = tree.target if isinstance(tree, Target) else tree
-    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in trees.tensors(tree))
-    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]

@@ -479,3 +479,8 @@ def test_run_needs_an_optimizer_of_the_pipelines_own(build: Build) -> None:
     )
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
         pipe.run(batches(2))
+
+
+def test_layers_do_not_move_between_stages_that_have_optimizers_of_their_own(build: Build) -> None:
+    with pytest.raises(ModelError, match="replan was called, but the pipeline has an optimizer"):
+        build().replan(None, [])

@@ -25,8 +25,9 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import Pipeline, Results, StepResult
+from stageline.pipeline import Pipeline, Results
 from stageline.runtime.options import RECOMPUTE
+from stageline.runtime.result import StepResult
 from stageline.schedules.build import schedule_names
 from stageline.zoo.plain import train_plainly
 from stageline.zoo.plain_asynchronous import train_asynchronously
