@@ -76,7 +76,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "StageError": "errors",
     "StagelineError": "errors",
-    "StepResult": "pipeline",
+    "StepResult": "runtime.result",
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",
