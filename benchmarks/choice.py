@@ -23,9 +23,10 @@ from rich.table import Table
 
 import stageline as sl
 from stageline.errors import ScheduleError
+from stageline.planning.layouts import Task
 from stageline.planning.outcome import Found
 from stageline.planning.search import FOUND_BY_SEARCH
-from stageline.planning.ways import SCHEDULES, Task, Ways, built
+from stageline.planning.ways import SCHEDULES, Ways, built
 from stageline.verification import Case
 from stageline.zoo.for_planning import CASES, profiled
 
@@ -34,15 +35,15 @@ RANKS, STEPS, BEST, FINALS = 2, 2, 5, 9
 
 def all_plans(task: Task) -> list[sl.Plan]:
     """Every schedule, number of chunks and size of micro-batch, with stages as even as can be."""
-    plans = []
-    for way in Ways(task).all(SCHEDULES):
+    plans, ways = [], Ways(task)
+    for way in ways.all(SCHEDULES):
         layout = way.layout
         costs = way.costs if way.name in FOUND_BY_SEARCH else None
         try:
             schedule = built(way.name, RANKS, layout.num_microbatches, way.chunks, costs=costs)
         except ScheduleError:
             continue
-        plans.append(Found.of(way, schedule).plan(task))
+        plans.append(Found(way, schedule, ways.expected(way, schedule)).plan(task))
     return plans
 
 

@@ -42,3 +42,16 @@ def test_a_profile_and_a_cluster_in_files_make_a_plan() -> None:
     planned = CliRunner().invoke(app, call)
     assert planned.exit_code == 0
     assert str(sl.Plan.load("plan.json")) in planned.output
+
+
+def test_asynchronous_schedules_are_planned_if_they_are_named() -> None:
+    assert CliRunner().invoke(app, ["profile", "planned_model:build"]).exit_code == 0
+    call = ["plan", "profile.json", "--devices", "2", "--memory", "700", "--batch", "8"]
+    plain = CliRunner().invoke(app, call)
+    assert plain.exit_code == 0, plain.output
+    assert not sl.Plan.load("plan.json").chosen.is_asynchronous
+    named = CliRunner().invoke(app, [*call, "--schedule", "pipedream", "--schedule", "1f1b"])
+    assert named.exit_code == 0, named.output
+    plan = sl.Plan.load("plan.json")
+    assert {plan.chosen.schedule, *(o.schedule for o in plan.others)} <= {"pipedream", "1f1b"}
+    assert str(plan) in named.output

@@ -322,6 +322,10 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Of each of them, like 22GiB.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster as JSON, instead.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adagrad, adam, adamw.")] = "adamw",
+    schedules: Annotated[
+        list[str] | None,
+        typer.Option("--schedule", help="A name, once for each; all synchronous ones, if none."),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="To profile at once, if they share cores.")] = 1,
     save: Annotated[Path, typer.Option("--save", "-o", help="Where to write it.")] = Path(
         "plan.json"
@@ -331,6 +335,11 @@ def plan(
 
     [dim]stageline plan my_model:build --devices 8 --memory 22GiB --batch 512[/dim]
 
+    [dim]stageline plan profile.json --devices 4 --memory 22GiB --batch 96 --schedule 1f1b
+    --schedule pipedream[/dim]
+
+    Asynchronous schedules, and replicas of single stages with them, are looked at if named.
+
     Prints ranked ways with what is expected of them, and the timeline of the best;
     [b]sl.Pipeline(model, loss_fn, plan=sl.Plan.load("plan.json"))[/b] takes it.
     """
@@ -338,6 +347,7 @@ def plan(
         from stageline.planning.cluster import Cluster  # noqa: PLC0415
         from stageline.planning.profile import Profile  # noqa: PLC0415
         from stageline.planning.search import plan as search  # noqa: PLC0415
+        from stageline.planning.ways import SCHEDULES  # noqa: PLC0415
     if cluster is None and (devices is None or memory is None):
         raise PlanError("there is no cluster, but one is needed: --devices and --memory, or a file")
     machines = Cluster.load(cluster) if cluster else Cluster(devices or 0, memory)
@@ -349,6 +359,7 @@ def plan(
             machines,
             batch_size=batch,
             optimizer=optimizer,
+            schedules=schedules or SCHEDULES,
             progress=lambda count, words: status.update(f"planning: {count} tried, {words}"),
         )
     typer.echo(f"{found}\n")

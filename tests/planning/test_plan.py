@@ -13,10 +13,11 @@ from torch import nn
 import stageline as sl
 from stageline.planning.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
+from stageline.planning.layouts import Task
 from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
 from stageline.planning.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
 from stageline.planning.stages import Cut, Machines, stage_costs
-from stageline.planning.ways import SCHEDULES, Task, Ways, built
+from stageline.planning.ways import SCHEDULES, Ways, built
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from statistics import median
 
 from stageline.costs import Costs
 from stageline.errors import PlanError
+from stageline.planning.pace import period_of
 from stageline.planning.plan import Plan
 from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
@@ -25,14 +27,17 @@ from stageline.simulation.simulate import simulate
 
 @dataclass(frozen=True)
 class Explanation:
-    """Makespans in milliseconds; each but the first has one thing more as it was measured."""
+    """Milliseconds of a step; each but the first has one thing more as it was measured.
+
+    Of an asynchronous schedule, from one mini-batch to the next at its full pace.
+    """
 
     predicted: float
     with_forwards: float
     with_backwards: float
     measured: float
     plan: Plan = field(repr=False)
-    step: Timeline = field(repr=False)  # of the measured ones that of the median makespan
+    step: Timeline = field(repr=False)  # of the measured ones that of the median time
 
     @property
     def overlay(self) -> Overlay:
@@ -59,7 +64,10 @@ class Explanation:
 
 
 def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
-    """For measured timelines of the plan's own pipeline, as `pipe.trace()` gives them."""
+    """For measured timelines of the plan's own pipeline, as `pipe.trace()` gives them.
+
+    Of an asynchronous schedule, each of them has to have five mini-batches or more.
+    """
     for timeline in timelines:
         if timeline.placement != plan.schedule.placement or not timeline.makespan:
             raise PlanError("a timeline is not of a step of this plan's pipeline: trace one of its")
@@ -72,19 +80,28 @@ def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
     backwards = replace(
         forwards, input_grad=found.input_grad, weight_grad=found.weight_grad, recompute=0.0
     )
+    time = _time_of(plan)
     return Explanation(
-        expected.makespan,
-        simulate(plan.schedule, forwards).makespan,
-        simulate(plan.schedule, backwards).makespan,
-        median(timeline.makespan for timeline in timelines),
+        time(expected),
+        time(simulate(plan.schedule, forwards)),
+        time(simulate(plan.schedule, backwards)),
+        median(map(time, timelines)),
         plan,
-        usual(timelines),
+        usual(timelines, time),
     )
 
 
-def usual(timelines: Sequence[Timeline]) -> Timeline:
+def usual(
+    timelines: Sequence[Timeline], time: Callable[[Timeline], float] = attrgetter("makespan")
+) -> Timeline:
     """The one that took the median time."""
-    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    return sorted(timelines, key=time)[len(timelines) // 2]
+
+
+def _time_of(plan: Plan) -> Callable[[Timeline], float]:
+    if not plan.chosen.is_asynchronous:
+        return attrgetter("makespan")
+    return lambda timeline: period_of(timeline, plan.chosen.num_microbatches)
 
 
 def median_costs(timelines: Sequence[Timeline]) -> Costs:

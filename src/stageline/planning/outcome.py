@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from stageline.planning.layouts import Task
 from stageline.planning.plan import Option, Plan, costs_as_numbers
-from stageline.planning.ways import Task, Way, built
+from stageline.planning.ways import Expected, Way, built
 from stageline.report.memory import peak_memory
-from stageline.report.timeline import Timeline
 from stageline.schedules.schedule import Schedule
-from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
 
 
@@ -21,18 +20,16 @@ class Found:
 
     way: Way
     schedule: Schedule
-    timeline: Timeline
-    seconds: float
+    expected: Expected
 
-    @staticmethod
-    def of(way: Way, schedule: Schedule) -> Found:
-        timeline = simulate(schedule, way.costs)
-        return Found(way, schedule, timeline, way.seconds(timeline))
+    @property
+    def seconds(self) -> float:
+        return self.expected.seconds
 
     @property
     def peaks(self) -> tuple[float, ...]:
         """Bytes, by rank."""
-        return peak_memory(self.schedule.actions, self.schedule.placement, self.way.costs)
+        return _peaks(self.way, self.schedule)
 
     def plan(self, task: Task, others: Iterable[Option] = ()) -> Plan:
         return Plan(
@@ -48,7 +45,7 @@ class Found:
         )
 
     def option(self, verdict: str = "") -> Option:
-        return option_of(self.way, self.schedule, self.seconds, self.timeline.step_bubble, verdict)
+        return option_of(self.way, self.schedule, self.seconds, self.expected.bubble, verdict)
 
 
 def option_of(
@@ -63,12 +60,17 @@ def option_of(
         recompute=sum(way.cut.recompute),
         seconds=seconds,
         bubble=bubble,
-        peak_memory=max(peak_memory(schedule.actions, schedule.placement, way.costs)),
+        peak_memory=max(_peaks(way, schedule)),
         verdict=verdict,
         chunks=way.chunks,
         side_by_side=way.layout.grid.side_by_side,
         offload=way.cut.offload,
+        stage_replicas=way.layout.grid.stages,
     )
+
+
+def _peaks(way: Way, schedule: Schedule) -> tuple[float, ...]:
+    return peak_memory(schedule.actions, schedule.placement, way.costs, schedule.replicas)
 
 
 def others(found: Sequence[Found]) -> Iterator[Option]:
@@ -87,9 +89,9 @@ def _why(loser: Found, best: Found) -> str:
         return "needs more recomputation to fit"
     if loser.way.cut.is_tight and not best.way.cut.is_tight:
         return "its stages are cut to fit, not to be even"
-    if loser.timeline.step_bubble > best.timeline.step_bubble:
+    if loser.expected.bubble > best.expected.bubble:
         return "a larger bubble"
-    if loser.seconds > loser.timeline.makespan:
+    if loser.seconds > loser.expected.work_ends:
         return "waits for gradients of other replicas"
     if loser.way.layout != best.way.layout:
         return "slower micro-batches"
@@ -105,9 +107,10 @@ def why_nothing_fits(task: Task, nearest: tuple[float, Way] | None, advice: str)
             f"batches of {task.batch_size}: use fewer devices, larger batches or other schedules"
         )
     way = nearest[1]
-    schedule = built(way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks)
+    (ranks, _, _, stages), _, count = way.layout
+    schedule = built(way.name, ranks, count, way.chunks, stages=stages)
     option = option_of(way, schedule, 0.0, 0.0)
-    static = max(way.costs.static(way.family.placement))
+    static = max(way.costs.static(way.family.placement, stages))
     return (
         f"nothing fits in {format_bytes(memory)}; nearest comes {option.words}, whose fullest rank "
         f"needs {format_bytes(option.peak_memory)} (parameters, gradients and optimizer state take "

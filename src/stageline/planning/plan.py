@@ -17,6 +17,7 @@ from stageline.planning.checked import Amount, Count, checked, read_json, write_
 from stageline.planning.tables import table
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
+from stageline.schedules.build import schedule_names
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
@@ -32,19 +33,48 @@ class Option:
     num_microbatches: Count
     samples: Count  # of a micro-batch
     recompute: Annotated[int, Field(ge=0)]  # stages that run their forwards again
-    seconds: Amount  # of a step
+    seconds: Amount  # of a step; asynchronous, from one mini-batch to the next at full pace
     bubble: Amount  # idle share of all ranks
     peak_memory: Amount  # bytes, of the fullest rank
     verdict: str = ""  # why it is not the plan
     chunks: Count = 1  # stages of a rank
     offload: bool = False  # activations wait on the host
     side_by_side: bool = False  # the replicas of a rank are neighbours, not the ranks of a replica
+    stage_replicas: tuple[Count, ...] = ()  # ranks of each stage; (): one, or several stages each
+
+    def __post_init__(self) -> None:
+        if not self.stage_replicas:
+            return
+        counts = list(self.stage_replicas)
+        if not self.is_asynchronous:
+            raise PlanError(
+                f"stage_replicas is {counts}, but {self.schedule!r} has one rank for each stage: "
+                "leave it out, or use 'pipedream'"
+            )
+        if sum(counts) != self.num_ranks or any(self.num_microbatches % n for n in counts):
+            raise PlanError(
+                f"stage_replicas is {counts}, but {self.num_ranks} ranks and "
+                f"{self.num_microbatches} micro-batches need numbers with the sum "
+                f"{self.num_ranks} that divide {self.num_microbatches}: plan anew"
+            )
+        if self.replicas > 1:
+            raise PlanError(
+                f"stage_replicas is {counts} beside {self.replicas} replicas of the pipeline, but "
+                "either stages have replicas or all of it has: plan anew"
+            )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights change while micro-batches are on their way."""
+        return self.schedule in schedule_names(synchronous=False)
 
     @property
     def words(self) -> str:
         replicas = f" × {self.replicas} replicas" if self.replicas > 1 else ""
         replicas += " side by side" if self.side_by_side else ""
         chunks = f" of {self.chunks} stages" if self.chunks > 1 else ""
+        if self.stage_replicas:
+            chunks = f", stages on {', '.join(map(str, self.stage_replicas))} of them"
         again = f", {self.recompute} stages recomputed" if self.recompute else ""
         again += ", activations on the host" if self.offload else ""
         return (
@@ -67,14 +97,28 @@ class Plan:
     chosen: Option
     others: tuple[Option, ...] = ()
 
+    def __post_init__(self) -> None:
+        """What a stream's actions say of ranks and stages is what else is said of them."""
+        if not self.chosen.is_asynchronous:
+            return
+        found = list(self.schedule.replicas), self.schedule.num_stages, self.schedule.num_ranks
+        said = list(self.chosen.stage_replicas), len(self.balance), self.chosen.num_ranks
+        names = "stage_replicas", "stages", "ranks"
+        for name, here, there in zip(names, said, found, strict=True):
+            if here != there:
+                raise PlanError(f"{name}: the plan says {here}, but its actions {there}: plan anew")
+
     @cached_property
     def schedule(self) -> Schedule:
         return replace(Schedule.from_text(*self.actions), name=self.chosen.schedule)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What is expected of a step, in milliseconds, as measured ones are."""
-        times = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
+        """What is expected of a step, in milliseconds, as measured ones are.
+
+        Of an asynchronous schedule, as many mini-batches as show its pace.
+        """
+        times = ("forward", "input_grad", "weight_grad", "transfer", "recompute", "reduce")
         fields: dict[str, Any] = {
             name: [1e3 * value for value in values] if name in times else values
             for name, values in self.costs.items()
@@ -113,10 +157,18 @@ class Plan:
 
     def __str__(self) -> str:
         columns = ("plan", "step, ms", "samples/s", "bubble", "peak memory", "")
-        options = table(columns, map(self._row, (self.chosen, *self.others)), left=("plan", ""))
+        every = (self.chosen, *self.others)
+        options = table(columns, map(self._row, every), left=("plan", ""))
         balance = ", ".join(map(str, self.balance))
         memory = ", ".join(format_bytes(size) for size in self.peak_memory)
-        return f"{options}\nlayers by stage: {balance}\npeak memory by rank: {memory}"
+        lines = [options, f"layers by stage: {balance}", f"peak memory by rank: {memory}"]
+        if streams := {each.schedule for each in every if each.is_asynchronous}:
+            names = ", ".join(sorted(streams))
+            lines.append(
+                f"{names}: a step is the time from one mini-batch to the next once the pipeline is "
+                "full; gradients are of earlier weights"
+            )
+        return "\n".join(lines)
 
     def _row(self, option: Option) -> tuple[str, ...]:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from stageline.costs import Costs
 from stageline.planning.profile import LayerCost, Measurement
@@ -25,10 +26,12 @@ class Room:
     as the one that needs most.
     """
 
-    always: Sums  # bytes of weights and what belongs to them
+    weights: Sums  # bytes of one version of them
+    always: Sums  # bytes of what belongs to them
     kept: Sums  # bytes of activations from F to I
     passing: Sums  # bytes of values that are made before a layer and read from it on
     held: tuple[float, ...]  # by stage: micro-batches that wait for a gradient, at most
+    versions: tuple[float, ...]  # by stage: of its weights, at most
     stages: tuple[tuple[int, ...], ...]  # by rank
     memory: tuple[float, ...]  # by rank
     recompute: bool
@@ -42,14 +45,16 @@ class Room:
         *,
         recompute: bool,
     ) -> Room:
-        copies = 2 + states_of(optimizer)
+        copies = 1 + states_of(optimizer)  # gradients, and what the optimizer keeps
         momentary = max(layer.momentary for layer in measurement.layers)
-        ranks = range(schedule.num_ranks)
+        ranks, stages = range(schedule.num_ranks), range(schedule.num_stages)
         return Room(
-            _sums(measurement.layers, lambda la: copies * la.parameters + la.buffers),
+            _sums(measurement.layers, lambda la: la.parameters + la.buffers),
+            _sums(measurement.layers, lambda la: copies * la.parameters),
             _sums(measurement.layers, lambda la: la.activation),
-            _passing(measurement),
-            tuple(_held(schedule, stage) for stage in range(schedule.num_stages)),
+            passing_bytes(measurement),
+            tuple(_most(schedule, stage, "activation") for stage in stages),
+            tuple(_most(schedule, stage, "parameters") for stage in stages),
             tuple(schedule.stages_of(rank) for rank in ranks),
             tuple(device.memory_bytes - momentary for device in machines.devices),
             recompute,
@@ -66,14 +71,16 @@ class Room:
         activation = self.passing[start]
         if not self.recompute:
             activation += self.kept[stop] - self.kept[start]
-        return self.always[stop] - self.always[start] + self.held[stage] * activation
+        weights = self.versions[stage] * (self.weights[stop] - self.weights[start])
+        return weights + self.always[stop] - self.always[start] + self.held[stage] * activation
 
 
 def _sums(layers: Sequence[LayerCost], size: Callable[[LayerCost], float]) -> Sums:
     return list(accumulate(map(size, layers), initial=0.0))
 
 
-def _passing(measurement: Measurement) -> Sums:
+def passing_bytes(measurement: Measurement) -> Sums:
+    """Of values that are made before a layer and read from it on."""
     changes = [0.0] * (len(measurement.layers) + 2)
     for value in measurement.values:
         if value.writer >= 0 and value.readers:
@@ -82,8 +89,12 @@ def _passing(measurement: Measurement) -> Sums:
     return list(accumulate(changes))
 
 
-def _held(schedule: Schedule, stage: int) -> float:
-    """Until their weight gradients are there: what is freed before that is not counted on."""
-    costs = Costs(activation=[float(other == stage) for other in range(schedule.num_stages)])
+def _most(schedule: Schedule, stage: int, name: str) -> float:
+    """Activations of a stage, or versions of its weights, that its rank holds at a time.
+
+    Until their weight gradients are there: what is freed before that is not counted on.
+    """
+    none: dict[str, Any] = {"activation": 0.0}
+    one = [float(other == stage) for other in range(schedule.num_stages)]
     row = schedule.actions[schedule.placement[stage]]
-    return max(peak_memory([row], (0,) * schedule.num_stages, costs))
+    return max(peak_memory([row], (0,) * schedule.num_stages, Costs(**none | {name: one})))

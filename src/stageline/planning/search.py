@@ -22,11 +22,12 @@ from stageline.arguments import check_size
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.cluster import Cluster
+from stageline.planning.layouts import Task
 from stageline.planning.outcome import Found, others, stages_in_words, why_nothing_fits
 from stageline.planning.plan import Plan
 from stageline.planning.profile import Profile
 from stageline.planning.stages import states_of
-from stageline.planning.ways import SCHEDULES, TIMES, Task, Way, Ways, tried
+from stageline.planning.ways import SCHEDULES, TIMES, Way, Ways, few_microbatches, tried
 from stageline.schedules.build import family_of
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -41,6 +42,7 @@ SURE = 0.98  # of what a short run says: where stages are uneven it may say 1 % 
 NEAR = 0.05  # by which what fewer ranks say may be wrong, with stages that differ by 10 %
 NUM_OTHERS = 8  # schedules that a plan tells of beside its own
 PATIENCE = 500_000  # actions that are simulated for their sake
+DEAR = 50  # times as much takes one of a stream, whose messages and steps are written out
 Progress = Callable[[int, str], None]
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ def plan(
 
     Ranks, replicas, cut, schedule, size of micro-batches and recomputation are chosen; the plan
     tells what is expected, and why others lost. `num_ranks` and `schedules` are for those who know
-    that already; without `recompute` nothing is run again.
+    that already; without `recompute` nothing is run again. Asynchronous schedules, which train with
+    other numbers, and with them replicas of single stages are looked at only if they are named.
     `progress` is called with how many ways were looked at, and the best so far.
     """
     check_size("batch_size", batch_size)
@@ -133,7 +136,8 @@ class Search:
                 names.add(way.name)
                 yield item
             elif isinstance(item, Known):
-                patience -= way.num_actions if names else 0
+                dear = DEAR if way.family.is_stream else 1
+                patience -= dear * way.num_actions if names else 0
                 self._simulate(way)
             else:
                 self._look_at(way, bound)
@@ -149,13 +153,14 @@ class Search:
             self._tell()
             schedule = _whole(way, way.costs)
             if schedule is not None and max(self.ways.excesses(way, schedule)) <= 0:
-                found = Found.of(way, schedule)
+                found = Found(way, schedule, self.ways.expected(way, schedule))
                 self.best = min(self.best, found.seconds)
                 yield found
 
     def _look_at(self, way: Way, bound: float) -> None:
         self._tell()
-        if way.num_actions * _few(way) / way.layout.num_microbatches > SHORT:
+        is_long = way.num_actions * few_microbatches(way) / way.layout.num_microbatches > SHORT
+        if is_long and not way.family.is_stream:
             self._look_at_fewer_ranks(way, bound)
             return
         short = self._short(way, way.name)
@@ -163,6 +168,9 @@ class Search:
             return
         if short.num_microbatches == way.layout.num_microbatches:
             self._found(way, short)
+        elif way.family.is_stream:
+            closer = self.ways.as_if(way, short.num_microbatches)
+            self.queue.put(max(bound, SURE * closer), Known(way))
         else:
             lacking = way.layout.num_microbatches - short.num_microbatches
             closer = way.seconds(simulate(short, way.costs)) + lacking * way.busiest()
@@ -190,7 +198,7 @@ class Search:
             self._found(way, schedule)
 
     def _found(self, way: Way, schedule: Schedule) -> None:
-        found = Found.of(way, schedule)
+        found = Found(way, schedule, self.ways.expected(way, schedule))
         self.best = min(self.best, found.seconds)
         self.queue.put(found.seconds, found)
 
@@ -207,7 +215,9 @@ class Search:
         return False
 
     def _short(self, way: Way, name: str) -> Schedule | None:
-        return self.ways.short(name, way.layout.num_ranks, _few(way), way.chunks)
+        stages = way.layout.grid.stages
+        few = few_microbatches(way)
+        return self.ways.short(name, way.layout.num_ranks, few, way.chunks, stages=stages)
 
     def _tell(self) -> None:
         told = "none fits yet" if self.best == math.inf else f"best so far {1e3 * self.best:.4g} ms"
@@ -226,12 +236,8 @@ def scaled_up(way: Way, fewer: Schedule) -> float:
 
 def _whole(way: Way, costs: Costs | None = None) -> Schedule | None:
     """With all ranks and micro-batches; with costs if it is searched for."""
-    return tried(way.name, way.layout.num_ranks, way.layout.num_microbatches, way.chunks, costs)
-
-
-def _few(way: Way) -> int:
-    """Micro-batches that show what every further one does: all ranks are full by then."""
-    return min(way.layout.num_microbatches, 2 * way.layout.num_ranks)
+    (ranks, _, _, stages), _, count = way.layout
+    return tried(way.name, ranks, count, way.chunks, costs, stages)
 
 
 def _advice(task: Task, schedules: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from stageline.costs import Costs, Link
 from stageline.errors import PlanError
 from stageline.planning.cluster import Cluster, Device
 from stageline.planning.profile import Measurement, Tied, ValueCost
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Placement, Replicas, side_by_side
 
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}  # tensors a parameter
 
@@ -50,12 +50,14 @@ class Cut:
 class Machines:
     """What the ranks of a pipeline run on: for each the worst of its devices in all replicas.
 
-    By default the ranks of a replica are neighbours. Links are those of the first replica.
+    By default the ranks of a replica are neighbours. Links are those of the first replica. Where
+    stages have replicas, a rank counts as the worst of its stage, and so do links between stages.
     """
 
     cluster: Cluster
     devices: tuple[Device, ...]  # by rank
     numbers: tuple[tuple[int, ...], ...]  # by rank, of its devices in the cluster, by replica
+    by_stage: bool = False  # these are the devices of its stage
 
     @staticmethod
     def of(
@@ -69,16 +71,39 @@ class Machines:
             )
             for rank in range(num_ranks)
         )
-        devices = tuple(_worst([cluster.device(number) for number in row]) for row in numbers)
-        return Machines(cluster, devices, numbers)
+        return Machines(cluster, _worst_devices(cluster, numbers), numbers)
+
+    @staticmethod
+    def of_stages(cluster: Cluster, replicas: Replicas) -> Machines:
+        """With so many ranks for each stage, which are neighbours."""
+        firsts = side_by_side(replicas)
+        numbers = tuple(
+            tuple(range(first, first + count))
+            for first, count in zip(firsts, replicas, strict=True)
+            for _ in range(count)
+        )
+        return Machines(cluster, _worst_devices(cluster, numbers), numbers, by_stage=True)
 
     def link(self, source: int, target: int) -> Link:
-        """Between two ranks."""
-        return self.cluster.link(self.numbers[source][0], self.numbers[target][0])
+        """Between two ranks; or between those of their stages that are furthest apart."""
+        here, there = self.numbers[source], self.numbers[target]
+        if self.by_stage:
+            return self.cluster.link(min(*here, *there), max(*here, *there))
+        return self.cluster.link(here[0], there[0])
 
     def ring(self, rank: int) -> Link:
         """The slowest of those that join its replicas: no two are further apart than the ends."""
         return self.cluster.link(self.numbers[rank][0], self.numbers[rank][-1])
+
+    def summing(self, rank: int) -> tuple[float, float]:
+        """Seconds to sum gradients over its replicas in a ring: at least, and for every byte."""
+        link, replicas = self.ring(rank), len(self.numbers[rank])
+        share = 2 * (replicas - 1) / replicas
+        return link.latency * (replicas > 1), share / link.bandwidth
+
+
+def _worst_devices(cluster: Cluster, numbers: Sequence[Sequence[int]]) -> tuple[Device, ...]:
+    return tuple(_worst([cluster.device(number) for number in row]) for row in numbers)
 
 
 def _worst(devices: Sequence[Device]) -> Device:
@@ -226,12 +251,10 @@ def _learned(parameters: Sequence[float], tied: Sequence[Tied], cut: Cut) -> lis
 def reductions(costs: Costs, placement: Placement, machines: Machines) -> tuple[float, ...]:
     """By stage, seconds in which its gradients are summed over all replicas, in a ring."""
     gradients = costs.per_stage("gradients", len(placement))
-    times = []
-    for rank, size in zip(placement, gradients, strict=True):
-        link, replicas = machines.ring(rank), len(machines.numbers[rank])
-        share = 2 * (replicas - 1) / replicas
-        times.append(link.latency * (replicas > 1) + share * size / link.bandwidth)
-    return tuple(times)
+    rates = (machines.summing(rank) for rank in placement)
+    return tuple(
+        fixed + per_byte * size for (fixed, per_byte), size in zip(rates, gradients, strict=True)
+    )
 
 
 def _transfers(traffic: Traffic, placement: Placement, machines: Machines) -> list[float]:

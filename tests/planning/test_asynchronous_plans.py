@@ -1,0 +1,349 @@
+"""Plans with asynchronous schedules and replicas of single stages."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stageline as sl
+from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.explain import explain
+from stageline.planning.pace import least_pace, least_period, period_of
+from stageline.planning.pipedream_graph import read_graph, to_profile
+from stageline.planning.profile import LayerCost, Measurement, Profile, ValueCost
+from stageline.planning.replicas import by_pipedream, compositions, divisions, whole_turns
+from stageline.planning.search import SURE
+from stageline.planning.stages import Machines
+from stageline.planning.ways import built
+
+MIB = 2**20
+VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"
+HEAVY_FIRST = [9.0, 1.0, 1.0, 1.0]
+VGG16_WIRE = (Level("machine", 4, 1e9),)
+STREAMS = sl.schedule_names(synchronous=False)
+
+
+def profile_of(
+    times: list[float], *, activation: float = 0.0, parameters: float = 1.0, message: float = 0.0
+) -> Profile:
+    """Layers in a chain that take so long forward, and twice as long backward."""
+    costs = tuple(LayerCost(t, t, t, activation, activation, parameters, 0) for t in times)
+    values = tuple(ValueCost(n, (n + 1,), message) for n in range(len(times) - 1))
+    names = tuple(f"layer{n}" for n in range(len(times)))
+    return Profile(names, (Measurement(1, costs, values),))
+
+
+def cluster_of(num_devices: int, memory: float | str = "1TiB", **options: Any) -> Cluster:
+    return Cluster(num_devices=num_devices, memory=memory, **options)
+
+
+def wired(num_devices: int, bandwidth: float, memory: float | str = "1TiB") -> Cluster:
+    return cluster_of(num_devices, memory, levels=(Level("wire", num_devices, bandwidth, 0.1),))
+
+
+def all_periods(times: list[float], ring: float, message: float, batch: int) -> Iterator[float]:
+    """Of all cuts for 4 ranks, all replicas and sizes of micro-batches, by simulation.
+
+    A sum over r replicas takes 0.1 + 2 (r - 1) / r · `ring` for each layer, a message 0.1 more
+    than `message` for each sample.
+    """
+    for replicas in compositions(4):
+        for inner in combinations(range(1, len(times)), len(replicas) - 1):
+            stages = list(pairwise((0, *inner, len(times))))
+            for samples in (1, 2, batch):
+                count = whole_turns(replicas, -(-batch // samples))
+                if len(replicas) == 1 or count > batch:
+                    continue
+                size = -(-batch // count)
+                work = [size * sum(times[a:b]) for a, b in stages]
+                summed = [
+                    (r > 1) * 0.1 + 2 * (r - 1) / r * (b - a) * ring
+                    for r, (a, b) in zip(replicas, stages, strict=True)
+                ]
+                transfer = 0.1 + size * message
+                costs = sl.Costs(work, work, work, transfer=transfer, reduce=summed)
+                schedule = sl.build_schedule(
+                    "pipedream",
+                    num_ranks=4,
+                    num_microbatches=count,
+                    num_minibatches=5 + 16 // count,
+                    replicas=replicas if max(replicas) > 1 else None,
+                )
+                yield period_of(sl.simulate(schedule, costs), count)
+
+
+@pytest.mark.parametrize("times", [HEAVY_FIRST, [2.0, 6.0, 1.0, 1.0]])
+def test_no_cut_and_no_replicas_are_faster_than_the_planned_ones(times: list[float]) -> None:
+    profile = profile_of(times, parameters=30.0, message=10.0)
+    plan = sl.plan(profile, wired(4, 100.0), batch_size=3, num_ranks=4, schedules=["pipedream"])
+    assert plan.chosen.seconds == pytest.approx(min(all_periods(times, 0.3, 0.1, 3)))
+    assert plan.chosen.schedule == "pipedream"
+
+
+@pytest.fixture(scope="module")
+def replicated() -> sl.Plan:
+    """Stages on 3 and 1 of 4 ranks."""
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
+    return sl.plan(profile_of(HEAVY_FIRST), cluster_of(4), **options)
+
+
+@pytest.fixture(scope="module")
+def straight() -> sl.Plan:
+    """Two stages without replicas."""
+    options: dict[str, Any] = {"batch_size": 4, "num_ranks": 2, "schedules": ["pipedream"]}
+    return sl.plan(profile_of([0.01] * 4), cluster_of(2), **options)
+
+
+def test_heavy_first_layers_get_three_of_four_ranks() -> None:
+    profile = profile_of(HEAVY_FIRST)
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4}
+    plan = sl.plan(profile, cluster_of(4), schedules=["1f1b", "pipedream"], **options)
+    assert plan.chosen.stage_replicas == plan.schedule.replicas == (3, 1)
+    assert plan.balance == (1, 3)
+    assert plan.chosen.seconds == pytest.approx(12 * 3 * sum(HEAVY_FIRST) / 4)  # nobody waits
+    assert plan.chosen.bubble == pytest.approx(0.0, abs=1e-9)
+    assert plan.chosen.words.startswith("pipedream on 4 ranks, stages on 3, 1 of them, ")
+    assert "pipedream: a step is the time from one mini-batch to the next" in str(plan)
+    flushed = next(other for other in plan.others if other.schedule == "1f1b")
+    assert flushed.seconds == pytest.approx(12 * 27)  # one rank has three quarters of the work
+
+
+def test_there_may_be_more_ranks_than_layers() -> None:
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
+    plan = sl.plan(profile_of([3.0, 1.0]), cluster_of(4), **options)
+    assert plan.chosen.stage_replicas == (3, 1)
+
+
+def test_micro_batches_go_round_among_replicas_though_the_batch_is_a_power_of_two() -> None:
+    plan = sl.plan(
+        profile_of(HEAVY_FIRST), cluster_of(4), batch_size=64, num_ranks=4, schedules=["pipedream"]
+    )
+    assert plan.chosen.stage_replicas == (3, 1)
+    assert plan.chosen.num_microbatches % 3 == 0
+    assert plan.chosen.num_microbatches * plan.chosen.samples == 66  # some have one less
+
+
+def test_no_plan_is_asynchronous_unless_that_is_asked_for() -> None:
+    plan = sl.plan(profile_of(HEAVY_FIRST), cluster_of(4), batch_size=12, num_ranks=4)
+    assert not any(option.is_asynchronous for option in (plan.chosen, *plan.others))
+    assert plan.chosen.stage_replicas == ()
+    assert "from one mini-batch to the next" not in str(plan)
+
+
+def test_pipelines_with_replicas_of_their_own_are_not_asynchronous() -> None:
+    """With two ranks of four devices there is a pipeline twice, and only synchronous ones."""
+    profile = profile_of(HEAVY_FIRST)
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 2}
+    with pytest.raises(sl.PlanError, match="no schedule can cut 4 layers for 4 devices"):
+        sl.plan(profile, cluster_of(4), schedules=["pipedream"], **options)
+    plan = sl.plan(profile, cluster_of(4), schedules=["1f1b", "pipedream"], **options)
+    assert (plan.chosen.schedule, plan.chosen.replicas) == ("1f1b", 2)
+
+
+def test_versions_of_weights_have_to_fit_too() -> None:
+    """With a micro-batch to a mini-batch the first of 4 stages keeps 4 versions of its weights."""
+    profile = profile_of([1.0] * 4, parameters=MIB)
+    options: dict[str, Any] = {"batch_size": 1, "optimizer": "sgd", "num_ranks": 4}
+    roomy = sl.plan(profile, cluster_of(4, "5.5MiB"), schedules=["1f1b", "pipedream"], **options)
+    assert roomy.chosen.schedule == "pipedream"
+    assert roomy.peak_memory[0] == 5 * MIB  # and one of gradients
+    tight = sl.plan(profile, cluster_of(4, "2.5MiB"), schedules=["1f1b", "pipedream"], **options)
+    assert tight.chosen.schedule == "1f1b"
+
+
+def test_two_versions_have_to_fit_where_stashing_needs_no_more() -> None:
+    profile = profile_of([1.0] * 4, parameters=MIB)
+    options: dict[str, Any] = {"batch_size": 4, "optimizer": "sgd", "num_ranks": 4}
+    both = sl.plan(profile, cluster_of(4, "3MiB"), schedules=["pipedream_2bw"], **options)
+    assert set(both.peak_memory) == {3 * MIB}  # two versions, and gradients
+    tight = sl.plan(profile, cluster_of(4, "2.9MiB"), schedules=[*STREAMS, "1f1b"], **options)
+    assert not any(option.is_asynchronous for option in (tight.chosen, *tight.others))
+    with pytest.raises(sl.PlanError, match=r"nothing fits .* needs 3MiB"):
+        sl.plan(profile, cluster_of(4, "2.9MiB"), schedules=["pipedream_2bw"], **options)
+
+
+def test_every_replica_has_room_for_the_whole_stage() -> None:
+    """The third device is too small for the first layer with AdamW's states."""
+    profile = profile_of([9.0, 1.0, 1.0, 1.0, 1.0], parameters=MIB)
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
+    devices = tuple(Device(size) for size in ("64MiB", "64MiB", "4.5MiB", "64MiB"))
+    plan = sl.plan(profile, Cluster(4, devices=devices), **options)
+    assert plan.chosen.stage_replicas != (3, 1)
+    for device, peak in zip(devices, plan.peak_memory, strict=True):
+        assert peak <= device.memory_bytes
+
+
+def test_a_tight_memory_moves_layers_off_a_replicated_stage() -> None:
+    profile = profile_of([4.0, 4.0, 4.0, 1.0, 1.0, 1.0], parameters=MIB)
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "optimizer": "sgd"}
+    memory = 9.5 * MIB
+    plan = sl.plan(profile, cluster_of(4, memory), schedules=["pipedream"], **options)
+    assert max(plan.peak_memory) <= memory
+
+
+def test_slow_sums_of_gradients_speak_against_replicas() -> None:
+    profile = profile_of(HEAVY_FIRST, parameters=1000.0)
+    options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
+    assert sl.plan(profile, wired(4, 1e6), **options).chosen.stage_replicas == (3, 1)
+    assert sl.plan(profile, wired(4, 1.0), **options).chosen.stage_replicas == ()
+
+
+def test_a_file_holds_replicas_and_what_is_expected(tmp_path: Path) -> None:
+    profile = profile_of(HEAVY_FIRST, parameters=30.0, message=10.0)
+    plan = sl.plan(profile, wired(4, 1e4), batch_size=12, num_ranks=4, schedules=STREAMS)
+    plan.save(tmp_path / "plan.json")
+    again = sl.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.schedule.replicas == (3, 1)
+    milliseconds = period_of(again.timeline, plan.chosen.num_microbatches)
+    assert milliseconds == pytest.approx(1e3 * plan.chosen.seconds)
+    assert again.timeline.peak_memory == pytest.approx(plan.peak_memory)
+
+
+def test_files_from_before_there_were_replicas_of_stages_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(2), batch_size=4, num_ranks=2)
+    plan.save(path)
+    old = json.loads(path.read_text())
+    for option in (old["chosen"], *old["others"]):
+        del option["stage_replicas"]
+    path.write_text(json.dumps(old))
+    assert sl.Plan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage_replicas": [2, 1]}, r"stage_replicas is \[2, 1\], but 4 ranks .* with the sum 4"),
+        ({"stage_replicas": [3, 0, 1]}, "fault at chosen.stage_replicas.1"),
+        ({"stage_replicas": [1, 3]}, r"says \[1, 3\], but its actions \[3, 1\]"),
+        ({"stage_replicas": []}, r"says \[\], but its actions \[3, 1\]"),
+        ({"num_microbatches": 4}, r"\[3, 1\], but 4 ranks and 4 micro-batches need numbers"),
+        ({"schedule": "1f1b"}, r"\[3, 1\], but '1f1b' has one rank for each stage"),
+        ({"replicas": 2}, "beside 2 replicas of the pipeline"),
+    ],
+)
+def test_a_file_with_wrong_replicas_is_refused(
+    tmp_path: Path, replicated: sl.Plan, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    replicated.save(path)
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"chosen": told["chosen"] | change}))
+    with pytest.raises(sl.PlanError, match=message):
+        sl.Plan.load(path)
+
+
+def test_a_pipeline_streams_as_its_plan_says_and_is_compared_with_it(straight: sl.Plan) -> None:
+    torch.manual_seed(0)
+    plan = straight
+    layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
+    pipe = sl.Pipeline(
+        layers, nn.functional.mse_loss, plan=plan, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+    )
+    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert pipe.schedule.name == "pipedream"
+    batches = [(torch.ones(4, 4), torch.zeros(4, 4))] * 8
+    with pipe.trace() as timeline:
+        losses = [float(result.loss) for result in pipe.run(batches)]
+    assert losses[-1] < losses[0]
+    found = explain(plan, [timeline])
+    assert found.predicted == pytest.approx(1e3 * plan.chosen.seconds)
+    assert found.measured == period_of(timeline, plan.chosen.num_microbatches)
+    assert found.measured < timeline.makespan / 2  # of 8 mini-batches
+
+
+def test_too_few_mini_batches_do_not_show_a_pace(straight: sl.Plan) -> None:
+    sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": straight.chosen.num_microbatches}
+    short = sl.simulate(sl.build_schedule("pipedream", **sizes, num_minibatches=4))
+    with pytest.raises(sl.PlanError, match="has 4 mini-batches, but 5 at least"):
+        explain(straight, [short])
+
+
+def test_replicas_of_a_plan_need_a_process_each(replicated: sl.Plan) -> None:
+    layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
+    with pytest.raises(sl.ModelError, match=r"replicas is \[3, 1\], .* a process for each"):
+        sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer=torch.optim.AdamW)
+
+
+def test_pipedreams_own_plan_of_vgg16_is_among_those_that_are_tried() -> None:
+    """With a micro-batch to a mini-batch, as there; its formula counts twice a ring's bytes."""
+    profile = to_profile(read_graph(VGG16))
+    measurement = profile.at(1)
+    twice = replace(
+        measurement,
+        layers=tuple(replace(la, parameters=2 * la.parameters) for la in measurement.layers),
+    )
+    cluster = cluster_of(4, levels=VGG16_WIRE)
+    machines = Machines.of_stages(cluster, (1, 1, 1, 1))
+    assert by_pipedream(twice, machines, 1) == ((3, 1), (17, 23))
+    assert ((3, 1), (17, 23)) in divisions(twice, cluster, 1, lambda replicas: (1, *replicas))
+
+
+@pytest.mark.parametrize("batch_size", [3, 12])
+def test_vgg16_is_planned_as_pipedream_planned_it(batch_size: int) -> None:
+    """By our simulation, in which a message takes time but does not keep others waiting."""
+    profile = to_profile(read_graph(VGG16))
+    options: dict[str, Any] = {"num_ranks": 4, "optimizer": "sgd", "schedules": ["pipedream"]}
+    plan = sl.plan(profile, cluster_of(4, levels=VGG16_WIRE), batch_size=batch_size, **options)
+    assert (plan.chosen.stage_replicas, plan.balance) == ((3, 1), (17, 23))
+    assert plan.chosen.seconds <= batch_size * 0.205520896
+
+
+def random_stream(rng: random.Random) -> tuple[tuple[int, ...], sl.Costs, list[float]]:
+    """Replicas, costs of stages, and what each of them works for a micro-batch."""
+    found = [each for each in compositions(rng.choice([2, 3, 4])) if len(each) > 1]
+    replicas = rng.choice(found)
+    forward = [count * rng.uniform(0.8, 1.2) for count in replicas]
+    backward = [time * rng.uniform(0.8, 1.2) for time in forward]
+    reduce = [rng.choice([0.0, 0.2, 2.0]) * (count > 1) for count in replicas]
+    transfer = rng.choice([0.0, 0.1, 1.0])
+    costs = sl.Costs(forward, backward, backward, transfer=transfer, reduce=reduce)
+    work = [f + 2 * b for f, b in zip(forward, backward, strict=True)]
+    return replicas, costs, work
+
+
+def test_no_stream_is_faster_than_its_bounds() -> None:
+    """That of the circles of waits; and that of a shorter one, by which the search leaves out."""
+    rng = random.Random(7)
+    for _ in range(12):
+        replicas, costs, took = random_stream(rng)
+        stages, turn = len(replicas), whole_turns(replicas, sum(replicas))
+        work = np.array([took])
+        sent = np.array([costs.per_stage("transfer", stages)[1:]])
+        reduced = np.array([costs.per_stage("reduce", stages)])
+        periods = {}
+        for count in (2 * turn, 4 * turn):
+            stream = built("pipedream", sum(replicas), count, 1, stages=replicas)
+            periods[count] = period_of(sl.simulate(stream, costs), count)
+            bound = least_period(work, sent, reduced, replicas, count)[0]
+            assert periods[count] >= bound * (1 - 1e-9)
+        pace = least_pace(work, sent, replicas)[0]
+        assert periods[4 * turn] >= SURE * (periods[2 * turn] + 2 * turn * pace)
+
+
+def test_a_long_stream_gives_the_same_pace_as_a_short_one() -> None:
+    rng = random.Random(3)
+    for _ in range(6):
+        replicas, costs, _ = random_stream(rng)
+        count = whole_turns(replicas, sum(replicas))
+        stream = built("pipedream", sum(replicas), count, 1, stages=replicas)
+        long = sl.build_schedule(
+            "pipedream",
+            num_ranks=sum(replicas),
+            num_microbatches=count,
+            num_minibatches=25,
+            replicas=replicas if max(replicas) > 1 else None,
+        )
+        paces = [period_of(sl.simulate(each, costs), count) for each in (stream, long)]
+        assert paces[0] == pytest.approx(paces[1])
