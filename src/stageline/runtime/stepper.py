@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Options = list[dict[str, Any]]  # by parameter group
+# what schedulers and people change; in others some optimizers keep counts of their own
+WATCHED = ("lr", "momentum", "betas", "weight_decay")
 
 
 class Update(NamedTuple):
@@ -83,25 +85,24 @@ class StageOptimizer:
         return None
 
     def restore(self) -> None:
-        """Before a step, in which the optimizer itself and its scheduler may change options: until
-        it is over nothing is known of them, as another thread may look.
-        """
+        """Whatever somebody else did to them."""
         for group, options in zip(self.optimizer.param_groups, self.known, strict=False):
             group.update(options)
-        self.known = []
 
     def after_step(self) -> None:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             # or torch warns of the wrong order if the very first step is left out
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+            self.restore()
+            self.known = []  # the caller may look from another thread, while they change
             self.scheduler.step()
-        self.known = options_of(self.optimizer)
+            self.known = options_of(self.optimizer)
 
 
 def options_of(optimizer: Optimizer) -> Options:
     return [
-        {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+        {name: group[name] for name in WATCHED if isinstance(group.get(name), int | float | tuple)}
         for group in optimizer.param_groups
     ]
 
@@ -148,7 +149,10 @@ class Stepper:
 
     def step_now(self, number: int) -> Update:
         """Between two mini-batches, when options may have changed."""
-        return self._step(self.own[number], None, 0)
+        own = self.own[number]
+        if own is not None:
+            own.known = options_of(own.optimizer)
+        return self._step(own, None, 0)
 
     def skip(self, number: int, norm: float) -> Update:
         """Between two mini-batches: gradients are not finite, on this stage or elsewhere."""

@@ -89,7 +89,8 @@ class Versions:
     @property
     def num_bytes(self) -> int:
         """Of all versions, each memory once."""
-        tensors = (d for version in self.kept.values() for d in version.by_use.values())
+        kept = list(self.kept.values())  # at once: another thread may step
+        tensors = (double for version in kept for double in version.by_use.values())
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
