@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from stageline.arguments import check_function, check_size
-from stageline.errors import ModelError, ParityError
+from stageline.errors import BatchError, ModelError, ParityError
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
@@ -35,6 +35,7 @@ from stageline.runtime.guard import Guard
 from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
 from stageline.runtime.materialise import Init, materialise
 from stageline.runtime.mesh import find_place
+from stageline.runtime.microbatches import pair
 from stageline.runtime.move import (
     Luggage,
     Options,
@@ -234,7 +235,7 @@ class Pipeline:
             )
         self._check_idle()
         if self.needs_barriers:
-            return (self.step(inputs, target) for inputs, target in loader)
+            return (self.step(*pair(batch)) for batch in loader)
         stream = self._stream(self.stepper, loader)
         self.stream = weakref.ref(stream)
         return stream
@@ -569,8 +570,14 @@ class Pipeline:
                     _warn(guard, number, result)
 
     def _fed(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Step]:
-        for inputs, target in loader:
+        for batch in loader:
+            inputs, target = pair(batch)
             step = self._training_step(inputs, target, {})
+            if any(t.requires_grad for part in step.inputs for t in trees.tensors(part)):
+                raise BatchError(
+                    "inputs require gradients, but a stream passes none back to what made them: "
+                    "detach() them, or make that a layer"
+                )
             self._agree(step)
             self.num_steps += 1
             yield step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from stageline.errors import ModelError, ScheduleError, StageError
+from stageline.checkpoint.save import save
+from stageline.errors import (
+    BatchError,
+    CheckpointError,
+    ModelError,
+    ScheduleError,
+    StageError,
+)
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.runtime.drivers import Threads
@@ -514,3 +522,24 @@ def test_run_needs_an_optimizer_of_the_pipelines_own(build: Build) -> None:
 def test_layers_do_not_move_between_stages_that_have_optimizers_of_their_own(build: Build) -> None:
     with pytest.raises(ModelError, match="replan was called, but the pipeline has an optimizer"):
         build().replan(None, [])
+
+
+def test_a_loader_gives_pairs(build: Build) -> None:
+    with pytest.raises(BatchError, match="the loader gave a Tensor, but a batch is a pair"):
+        list(build().run([torch.ones(4, 4)]))  # type: ignore[list-item]
+
+
+def test_gradients_of_inputs_are_not_lost_without_a_word(build: Build) -> None:
+    inputs = torch.ones(4, 4, requires_grad=True)
+    with pytest.raises(BatchError, match="inputs require gradients, but a stream passes none back"):
+        list(build().run([(inputs, torch.ones(4, 4))]))
+
+
+def test_nothing_is_saved_while_stages_are_at_different_steps(build: Build, tmp_path: Path) -> None:
+    pipe = build()
+    results = pipe.run(batches(8))
+    next(results)
+    with pytest.raises(CheckpointError, match="stages are at different steps"):
+        save(tmp_path, pipe, step=1)
+    assert len(list(results)) == 7
+    save(tmp_path, pipe, step=8)

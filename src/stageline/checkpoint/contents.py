@@ -103,6 +103,11 @@ def used_here(pipe: Pipeline) -> dict[str, Tensor]:
 
 def optimizers_of(pipe: Pipeline, optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
     """Those of the pipeline, or the one that is given."""
+    if pipe.is_streaming:
+        raise CheckpointError(
+            "a stream of run is on its way, in which stages are at different steps: use up its "
+            "results, or close() it, and save or load then"
+        )
     if optimizer is None:
         return pipe.optimizers
     if pipe.stepper is not None:

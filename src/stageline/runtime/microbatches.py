@@ -63,3 +63,13 @@ def join(pieces: list[Any]) -> Any:
         for column in columns
     ]
     return pytree.tree_unflatten(joined, form)
+
+
+def pair(item: Any) -> tuple[Any, Any]:
+    """What a loader gives, taken apart."""
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    raise BatchError(
+        f"the loader gave a {type(item).__name__}, but a batch is a pair (inputs, target): several "
+        "inputs go in a dict or a tuple of their own"
+    )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stageline.errors import BatchError
+from stageline.runtime.microbatches import pair
 
 
 class Position(NamedTuple):
@@ -41,7 +42,7 @@ def batches(loader: Iterable[Any], seed: int, start: Position) -> Iterator[Batch
         number = 0
         for number, item in enumerate(loader, start=1):
             if number > skip:
-                yield Batch(*_pair(item), Position(epoch, number))
+                yield Batch(*pair(item), Position(epoch, number))
         if not number:
             raise BatchError(
                 f"the loader gave nothing in epoch {epoch}, but more steps are wanted: give one "
@@ -52,12 +53,3 @@ def batches(loader: Iterable[Any], seed: int, start: Position) -> Iterator[Batch
 def _epoch_seed(seed: int, epoch: int) -> int:
     digest = blake2b(f"epoch {epoch} of seed {seed}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
-
-
-def _pair(item: Any) -> tuple[Any, Any]:
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return item[0], item[1]
-    raise BatchError(
-        f"the loader gave a {type(item).__name__}, but a batch is a pair (inputs, target): several "
-        "inputs go in a dict or a tuple of their own"
-    )
