@@ -1,0 +1,1 @@
+"""What streams without a flush cost in loss, and gain in time."""
