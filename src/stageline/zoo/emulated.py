@@ -28,6 +28,7 @@ class Occupy(nn.Module):
     def __init__(self, forward: float, input_grad: float, weight_grad: float) -> None:
         super().__init__()
         self.seconds = forward, input_grad, weight_grad
+        lateness()  # found out now, and not in the middle of what is measured
         self.until: float | None = None  # when the part of a backward ends that is under way
         self.weight = nn.Parameter(torch.ones(1, 1))
         self.weight.register_hook(self._weight_done)  # type: ignore[no-untyped-call]
@@ -63,15 +64,15 @@ def sleep_until(end: float) -> None:
     """Until this `perf_counter`, in the median, on a machine with nothing else to do."""
     seconds = end - perf_counter()
     if seconds > 0:
-        sleep(max(0.0, seconds - lateness(round(seconds, 3))))
+        sleep(max(0.0, seconds - lateness()))
 
 
 @cache
-def lateness(seconds: float) -> float:
+def lateness() -> float:
     """How much later than asked a sleep ends here: 0.1 ms on Linux, half of it timer slack."""
     late = []
-    for _ in range(9):
+    for _ in range(25):
         start = perf_counter()
-        sleep(seconds)
-        late.append(perf_counter() - start - seconds)
+        sleep(0.002)
+        late.append(perf_counter() - start - 0.002)
     return median(late)
