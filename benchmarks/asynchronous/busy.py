@@ -1,7 +1,7 @@
 """How busy ranks are: PipeDream's stream and 1f1b with a flush, on emulated accelerators.
 
     python benchmarks/asynchronous/busy.py                    about a minute and a half
-    python benchmarks/asynchronous/busy.py --time 20          F, I and W in ms
+    python benchmarks/asynchronous/busy.py --time 10          F, I and W in ms
     python benchmarks/asynchronous/busy.py --backend serial   what it is with no overlap at all
 
 Four ranks, 32 mini-batches of four micro-batches; a stage is one layer that sleeps for its times.
@@ -94,7 +94,7 @@ def percents(timelines: list[Timeline], share: str) -> list[str]:
 
 
 def main(
-    time: Annotated[float, typer.Option(help="Of a forward, and of each gradient, in ms.")] = 10.0,
+    time: Annotated[float, typer.Option(help="Of a forward, and of each gradient, in ms.")] = 30.0,
     runs: Annotated[int, typer.Option(help="Of each schedule that are measured.")] = 5,
     backend: Annotated[str, typer.Option(help="threads or serial.")] = "threads",
     folder: Annotated[Path, typer.Option(help="For the measured timelines (SVG).")] = HERE,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +27,7 @@ def run(*command: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_one_process_and_two_train_to_the_same_bits(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("threads", "processes")]
     starts: tuple[list[str], ...] = ([], ["-m", "stageline", "run", "--ranks", "2"])

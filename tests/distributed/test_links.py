@@ -83,7 +83,7 @@ def test_the_command_takes_part_in_a_torchrun(tmp_path: Path) -> None:
     assert sl.Cluster.load(path).memory == 2 * 2**30
 
 
-@pytest.mark.parametrize("memory", ["lots", "0"])
+@pytest.mark.parametrize("memory", ["lots", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_memory_that_is_none_is_told_once(memory: str, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.json")
     ended = stageline("profile", "--links", "--ranks", "2", "--memory", memory, "--save", path)

@@ -8,7 +8,10 @@ import pytest
 from tests.distributed.launch import launch
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4],
+)
 def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> None:
     for ended in launch("schedules", num_ranks):
         assert ended.code == 0, ended.output
@@ -56,7 +59,7 @@ def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands() -> No
     ("what", "message"),
     [
         ("model", "model: rank 0 has 3 layers"),
-        ("schedule", "schedule: rank 0 has '1f1b'"),
+        pytest.param("schedule", "schedule: rank 0 has '1f1b'", marks=pytest.mark.slow),
         (
             "batch",
             "batch: rank 0 has {'x': [(2, 4), (2, 4)]}, but rank 1 has {'x': [(3, 4), (2, 4)]}",
@@ -98,7 +101,10 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
 @pytest.mark.parametrize(
     ("what", "how", "message"),
     [
-        ("norm", "stop", "rank 0 waited in vain for others to share norms"),
+        pytest.param(
+            *("norm", "stop", "rank 0 waited in vain for others to share norms"),
+            marks=pytest.mark.slow,
+        ),
         ("evaluate", "exit", "rank 0 waited in vain for others to share the output"),
         ("first", "stop", "rank 0 waited in vain for others to share what they are about to do"),
         ("step", "shapes", "do all ranks have batches of the same shapes and types?"),

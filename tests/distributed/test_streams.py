@@ -6,7 +6,9 @@ import pytest
 from tests.distributed.launch import launch
 
 
-@pytest.mark.parametrize(("num_ranks", "count"), [(2, 8), (3, 7), (4, 5)])
+@pytest.mark.parametrize(
+    ("num_ranks", "count"), [(2, 8), (3, 7), pytest.param(4, 5, marks=pytest.mark.slow)]
+)
 def test_streams_over_processes_leave_the_bits_of_the_plain_program_and_end_cleanly(
     num_ranks: int, count: int
 ) -> None:

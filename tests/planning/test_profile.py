@@ -389,7 +389,10 @@ def test_a_sample_that_does_not_fit_is_told() -> None:
 # From shapes alone
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("gpt", "unet") else n for n in CASES],
+)
 def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     case = make_case(name)
     inputs, target = case.batches[0]

@@ -78,7 +78,7 @@ def test_a_model_built_on_the_meta_device_starts_small_too() -> None:
     assert 0.02 < weight.abs().max() <= 16**-0.5 / 10  # nn.Linear draws up to 1 / √width
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_step_has_the_bits_of_a_plain_loop(num_ranks: int, schedule: str) -> None:
     pipe = sl.Pipeline(
