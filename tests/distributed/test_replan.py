@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.launch import launch
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_goes_on_with_the_same_bits_when_layers_move(
     tmp_path: Path, num_ranks: int
 ) -> None:
