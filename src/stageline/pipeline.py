@@ -72,7 +72,6 @@ from stageline.runtime.stepper import (
 )
 from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
-from stageline.runtime.undo import check_undoable
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
@@ -532,15 +531,10 @@ class Pipeline:
         return stepper
 
     def _can_clip_late(self, stepper: Stepper) -> bool:
-        """Whether steps can be undone, and forwards repeated, on every rank."""
-        try:
-            for own in stepper.own.values():
-                if own is not None:
-                    check_undoable(own.optimizer)
-        except ModelError:
-            return False
+        """Whether steps can be undone, and forwards repeated; all ranks do the same."""
         has_norms = any(stage.statistics.modules for stage in self.executor.stages)
-        return not (has_norms and self.batch_norm == "microbatch")
+        is_kept = not (has_norms and self.batch_norm == "microbatch")
+        return all(self.peers.everywhere(lambda: is_kept and stepper.is_undoable))
 
     def _step_all(self, stepper: Stepper, step: Step) -> None:
         """After a mini-batch whose gradients are all there."""

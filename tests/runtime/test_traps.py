@@ -750,5 +750,5 @@ def test_trap_16_a_trace_tells_a_slow_stage_from_a_bubble(build: Build, schedule
 def test_trap_16_a_trace_shows_what_more_micro_batches_cure(build: Build) -> None:
     layers = [Occupy(0.004, 0.004, 0.004) for _ in range(2)]
     few, many = (idle_shares(build(layers, num_microbatches=m)) for m in (1, 8))
-    assert few["bubble"] > 0.25  # of 1/2 and 1/9, if nothing else took time
+    assert few["bubble"] > 0.4  # of 1/2 and 1/9, if nothing else took time
     assert many["bubble"] < 0.2

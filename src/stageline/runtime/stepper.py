@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
+from stageline.runtime.undo import check_undoable
 
 if TYPE_CHECKING:
     from stageline.runtime.batch_norm import Seen
@@ -135,6 +136,17 @@ class Stepper:
     @property
     def schedulers(self) -> list[LRScheduler]:
         return [own.scheduler for own in self.own.values() if own and own.scheduler]
+
+    @property
+    def is_undoable(self) -> bool:
+        """Whether a step of every optimizer here can be taken back."""
+        try:
+            for own in self.own.values():
+                if own is not None:
+                    check_undoable(own.optimizer)
+        except ModelError:
+            return False
+        return True
 
     def begin_late(self, numbers: Iterable[int], step: Step) -> None:
         """Gradients are those of all replicas now, and so are statistics; options are ours."""
