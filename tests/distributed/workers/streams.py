@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import stageline as sl
@@ -244,6 +244,44 @@ def fail_in_a_layer(num_ranks: int) -> None:
     assert re.match(told, found), found
 
 
+def clipped(make: Callable[[Weights], Optimizer], schedule: str, max_norm: float) -> list[bool]:
+    """As with a barrier in one process; by step, whether it was made again.
+
+    The stage in the middle has no weights, and so no optimizer that could tell how to clip.
+    """
+    data = batches(*[6] * 8)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    sizes: dict[str, Any] = {"num_ranks": 3, "num_microbatches": 3, "balance": [1, 1, 1]}
+    pipe = sl.Pipeline(
+        models[0], mse_loss, schedule=schedule, optimizer=make, max_norm=max_norm, **sizes
+    )
+    redone = [bool(result.redone) for result in pipe.run(data)]
+    pipe.close()
+    plain = sl.Pipeline(models[1], mse_loss, backend="serial", **sizes)
+    optimizer = make(list(models[1].parameters()))
+    for inputs, target in data:
+        plain.step(inputs, target)
+        plain.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = models[1].state_dict()
+    for name, weight in pipe.state_dict().items():
+        if any(redone):
+            torch.testing.assert_close(weight, wanted[name], rtol=0.0, atol=1e-6)
+        else:
+            assert torch.equal(weight, wanted[name]), name
+    return redone
+
+
+def clip_in_processes() -> None:
+    assert not any(clipped(momentum, "zb_h1", 1e3))
+    assert any(clipped(momentum, "zb_h1", 0.5))
+    assert not any(clipped(lambda weights: RMSprop(weights, 0.01), "1f1b", 0.5))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -253,6 +291,7 @@ def main() -> None:
         streams.extend(ended_streams(num_ranks))
     if num_ranks == 3:
         streams.append(stream_with_an_infinite_loss(num_ranks))
+        clip_in_processes()
     check(streams)
     if num_ranks > 2:
         fail_in_a_layer(num_ranks)
