@@ -30,7 +30,7 @@ from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.drivers import Driver, Serial, Threads, run_once
-from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace, gathered
+from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.guard import Guard
 from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
 from stageline.runtime.materialise import Init, materialise
@@ -707,7 +707,8 @@ class Pipeline:
         """On to what made the inputs, if they are part of a graph."""
         wanted = [(t, g) for t, g in _wanted(step) if g is not None]
         if wanted:
-            engine.backward(*zip(*wanted, strict=True))
+            roots = [engine.root(tensor, gradient) for tensor, gradient in wanted]
+            engine.backward(roots, [gradient for _, gradient in wanted])
 
     def _connected(self, step: Step, outputs: list[Any], joined: Any) -> Any:
         """The joined outputs as part of the caller's graph."""
@@ -728,8 +729,7 @@ class Pipeline:
                 for gradient, column in zip(gradients, zip(*lengths, strict=True), strict=True)
             ]
             step.output_gradients = [
-                {self.layers.output: [(len(self.layers), list(row))]}
-                for row in zip(*columns, strict=True)
+                {self.layers.output: list(row)} for row in zip(*columns, strict=True)
             ]
             self._run(step)
             self.peers.share_input_gradients(step)
@@ -761,13 +761,12 @@ def homes_of(parts: Sequence[range], placement: Sequence[int]) -> list[int]:
 
 def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
     """The tensors of the micro-batches that have a graph of their own, and their gradients."""
-    found = gathered(step)
     return [
         (tensor, gradient)
         for microbatch, part in enumerate(step.inputs)
         for name, tree in part.items()
         for tensor, gradient in zip_longest(
-            trees.tensors(tree), found.get((microbatch, Value(INPUT, name)), ())
+            trees.tensors(tree), step.input_gradients.get((microbatch, Value(INPUT, name)), ())
         )
         if tensor.requires_grad
     ]

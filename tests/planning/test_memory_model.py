@@ -131,9 +131,9 @@ class Watch:
 
         def copied_forward(this: Any, waiting: Any) -> Any:
             values = {v: t if v.writer == INPUT else _copy(t) for v, t in this.values.items()}
-            written, loss = forward(this._replace(values=values), waiting)
+            found = forward(this._replace(values=values), waiting)
             self.alive.rank = NOBODY
-            return {value: _copy(tree) for value, tree in written.items()}, loss
+            return found._replace(written={v: _copy(tree) for v, tree in found.written.items()})
 
         def copied_backward(microbatch: int, gradients: Any, waiting: Any, **how: Any) -> Any:
             back = backward(microbatch, _copy(gradients), waiting, **how)

@@ -199,7 +199,7 @@ def test_a_stage_of_all_layers_holds_their_sum_to_the_byte(name: str) -> None:
     stage.statistics.seen.clear()
     waiting, alive = Waiting(), Alive()
     with alive:
-        loss = stage.forward(this, waiting)[1]
+        loss = stage.forward(this, waiting).loss
         stage.statistics.seen.clear()
         brought = [t for t in pytree.tree_leaves((inputs, target)) if isinstance(t, Tensor)]
         weights = list(case.layers.modules.parameters())

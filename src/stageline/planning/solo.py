@@ -64,7 +64,7 @@ class Solo:
             in_halves=in_halves,
         )
         try:
-            written, _ = stage.forward(this, waiting)
+            written = stage.forward(this, waiting).written
         except Exception as error:
             raise self._failure(number, error) from error
         stage.statistics.seen.clear()
@@ -72,9 +72,8 @@ class Solo:
 
     def ones(self, run: Run) -> Gradients:
         """In place of the gradients that later layers would send."""
-        after = len(self.layers)
         return {
-            value: [(after, [_one(tensor) for tensor in trees.tensors(tree)])]
+            value: [_one(tensor) for tensor in trees.tensors(tree)]
             for value, tree in run.written.items()
         }
 

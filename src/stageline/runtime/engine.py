@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Roots = Sequence[GradientEdge]
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+def backward(roots: Roots, seeds: Sequence[Tensor]) -> None:
     """Add to the `.grad` of all leaves."""
-    _check(roots, seeds)
     if _ENGINE is None:
         torch.autograd.backward(roots, seeds)
     else:
@@ -47,10 +46,10 @@ def gradients(
     return found
 
 
-def _check(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    """A gradient of another shape would be added up somewhere without a word."""
-    for root, seed in zip(roots, seeds, strict=True):
-        if root.shape != seed.shape:
-            raise RuntimeError(
-                f"a gradient has shape {tuple(seed.shape)}, but its value {tuple(root.shape)}"
-            )
+def root(tensor: Tensor, seed: Tensor) -> GradientEdge:
+    """Return where a backward starts; a seed of another shape would be added up without a word."""
+    if tensor.shape != seed.shape:
+        raise RuntimeError(
+            f"a gradient has shape {tuple(seed.shape)}, but its value {tuple(tensor.shape)}"
+        )
+    return get_gradient_edge(tensor)

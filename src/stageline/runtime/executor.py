@@ -15,13 +15,16 @@ from enum import Enum
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from stageline.model.layers import LayerSequence, Value
 from stageline.runtime.ahead import Naming, ahead, as_it_is, norms_for
 from stageline.runtime.ambient import Ambient
+from stageline.runtime.in_place import NO_MARKS, Mark, Marks
 from stageline.runtime.late_clipping import Norms
-from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting, sums
+from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting
 from stageline.runtime.stepper import Stepper, Update
-from stageline.runtime.tasks import Task, inputs_of, tasks_of
+from stageline.runtime.tasks import Task, first_reads, inputs_of, tasks_of
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.stream import Beat, Period
 
@@ -57,6 +60,7 @@ class Message(NamedTuple):
 
     contents: Any  # by value; or norms of gradients
     sent_at: float
+    marks: Marks = NO_MARKS  # of the tensors of values: whose memory they are in
 
 
 class Transport(Protocol):
@@ -100,7 +104,8 @@ class Step:
     losses: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, if there is no loss
     output_gradients: list[Contents] = field(default_factory=list)  # by micro-batch, to drain with
-    input_gradients: dict[tuple[int, Value], Any] = field(default_factory=dict)  # by micro-batch
+    # by micro-batch and value, the gradients of its tensors
+    input_gradients: dict[tuple[int, Value], list[Tensor | None]] = field(default_factory=dict)
     waiting: dict[int, Waiting] = field(default_factory=dict)  # by stage
     updates: dict[int, Update] = field(default_factory=dict)  # by stage
 
@@ -155,8 +160,9 @@ class Executor:
         self.period, self.layers, self.stages = period, layers, stages
         self.recompute = recompute  # by stage
         self.last = len(stages) - 1
-        self.inputs = [inputs_of(layers, stage.numbers) for stage in stages]
-        self.tasks = tasks_of(period, layers, stages)
+        self.inputs = [inputs_of(stage) for stage in stages]
+        self.first_reads = first_reads(stages)
+        self.tasks = tasks_of(period, stages)
         self.ahead = ahead(self.tasks)
         self.parcels = {  # what each message holds
             message: values
@@ -271,18 +277,22 @@ class Executor:
                     self._recompute(task, step, number, moments)
                 asked, sent = perf_counter(), 0.0
                 received: Contents = {}
+                found_marks: dict[tuple[Value, int], Mark] = {}
                 for message, is_far in task.awaits:
                     parcel = number, name(message)
                     found = (yield parcel) if is_far else inbox.pop((number, message))
                     sent = max(sent, found.sent_at) if is_far else sent
-                    _merge(received, found.contents)
+                    received.update(found.contents)
+                    found_marks.update(found.marks)
                 start = perf_counter()
-                made = self._compute(task, received, step, stream, segment)
+                made, marks = self._compute(task, received, found_marks, step, stream, segment)
                 end = perf_counter()
                 moments.append(Moment(action, asked, sent, start, end, number))
                 for message, is_far, values in task.gives:
                     contents = {value: made[value] for value in values if value in made}
-                    (outbox if is_far else inbox)[number, message] = Message(contents, end)
+                    sent_marks = {at: mark for at, mark in marks.items() if at[0] in contents}
+                    box = outbox if is_far else inbox
+                    box[number, message] = Message(contents, end, sent_marks)
                 del received, made  # what they hold may be large, and the next action may be far
 
     def _whole(
@@ -318,18 +328,24 @@ class Executor:
             moments.append(Moment(task.action, start, 0.0, start, perf_counter(), number))
 
     def _compute(
-        self, task: Task, received: Contents, step: Step, stream: Stream, segment: int
-    ) -> Contents:
+        self,
+        task: Task,
+        received: Contents,
+        marks: Marks,
+        step: Step,
+        stream: Stream,
+        segment: int,
+    ) -> tuple[Contents, Marks]:
         kind = task.action.kind
         if task.ahead:
             self._fetch(task.ahead, stream, segment)
         if kind is Kind.F:
-            return self._forward(task, received, step, segment)
+            return self._forward(task, received, marks, step, segment)
         if kind is Kind.W:
             number, microbatch = task.action.stage, task.action.microbatch
             self.stages[number].weight_gradients(microbatch, step.waiting[number])
-            return {}
-        return self._backward(task, received, step)
+            return {}, NO_MARKS
+        return self._backward(task, received, step), NO_MARKS
 
     def _fetch(self, ahead: Beat, stream: Stream, segment: int) -> None:
         """What a backward needs from host memory, while something else is computed."""
@@ -338,7 +354,9 @@ class Executor:
         if step is not None and number in step.waiting:
             self.stages[number].fetch(microbatch, step.waiting[number])
 
-    def _forward(self, task: Task, values: Contents, step: Step, segment: int) -> Contents:
+    def _forward(
+        self, task: Task, values: Contents, marks: Marks, step: Step, segment: int
+    ) -> tuple[Contents, Marks]:
         number, microbatch = task.action.stage, task.action.microbatch
         brought = step.inputs[microbatch]
         for value in self.inputs[number]:
@@ -356,42 +374,31 @@ class Executor:
             self._is_recomputed(number, microbatch, step),
             offload=task.waits,
             version=max(0, segment - task.lag + task.version),
+            marks=marks,
         )
         if step.purpose is Purpose.EVALUATE:
-            written = stage.run_only(this)
+            forwarded = stage.run_only(this)
         else:
             waiting = step.waiting.setdefault(number, Waiting())
-            written, loss = stage.forward(this, waiting)
-            if loss is not None:
-                step.losses[microbatch] = loss
+            forwarded = stage.forward(this, waiting)
+            if forwarded.loss is not None:
+                step.losses[microbatch] = forwarded.loss
         if number == self.last and not step.targets:
-            step.outputs[microbatch] = written[self.layers.output]
-        return written
+            step.outputs[microbatch] = forwarded.written[self.layers.output]
+        return forwarded.written, forwarded.marks
 
     def _backward(self, task: Task, gradients: Gradients, step: Step) -> Gradients:
         number, microbatch = task.action.stage, task.action.microbatch
         if number == self.last and step.output_gradients:
-            _merge(gradients, step.output_gradients[microbatch])
+            gradients.update(step.output_gradients[microbatch])
         back = self.stages[number].backward(
             microbatch, gradients, step.waiting[number], in_halves=task.in_halves
         )
-        for value in self.inputs[number]:
-            here = step.input_gradients.setdefault((microbatch, value), [])
-            here.extend(back.pop(value))
+        for value in self.first_reads[number]:
+            step.input_gradients[microbatch, value] = back.pop(value)
         return back
 
     def _is_recomputed(self, stage: int, microbatch: int, step: Step) -> bool:
         mode = self.recompute[stage]
         is_last = microbatch == len(step.inputs) - 1
         return mode == "always" or (mode == "except_last" and not is_last)
-
-
-def _merge(into: Contents, message: Contents) -> None:
-    """Values come once; gradients of one value may come from several stages."""
-    for value, content in message.items():
-        into[value] = into[value] + content if value in into else content
-
-
-def gathered(step: Step) -> dict[tuple[int, Value], list[Any]]:
-    """The gradients of what the loader brought, by micro-batch and value."""
-    return {key: sums(found) for key, found in step.input_gradients.items()}

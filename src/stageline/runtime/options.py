@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -143,13 +144,22 @@ def _tuple(values: object) -> tuple[Any, ...]:
 
 
 def edges_of(layers: LayerSequence, cuts: tuple[range, ...]) -> tuple[list[Edge], list[set[Value]]]:
-    """Which stage reads from which, and for each stage the values that others read."""
+    """Return which stage sends to which, and for each stage the values that others read.
+
+    A value goes straight from its writer to each reader. Its gradient goes from each reader to the
+    reader before it, and from the first one to the writer: so there are edges between these too.
+    """
     home = {number: stage for stage, numbers in enumerate(cuts) for number in numbers}
-    edges: dict[Edge, None] = {}
-    sent: list[set[Value]] = [set() for _ in cuts]
+    readers: dict[Value, dict[int, None]] = {}  # in the order of the stages
     for number, values in enumerate(layers.sources):
         for value in values:
-            if value.writer != INPUT and home[value.writer] != home[number]:
-                edges[home[value.writer], home[number]] = None
-                sent[home[value.writer]].add(value)
+            if value.writer == INPUT or home[value.writer] != home[number]:
+                readers.setdefault(value, {})[home[number]] = None
+    edges: dict[Edge, None] = {}
+    sent: list[set[Value]] = [set() for _ in cuts]
+    for value, stages in readers.items():
+        edges |= dict.fromkeys(pairwise(stages))
+        if value.writer != INPUT:
+            edges |= dict.fromkeys((home[value.writer], stage) for stage in stages)
+            sent[home[value.writer]].add(value)
     return list(edges), sent

@@ -405,10 +405,7 @@ class Group:
     def share_input_gradients(self, step: Step) -> None:
         if any(t.requires_grad for part in step.inputs for t in trees.tensors(part)):
             found = self._gathered(step.input_gradients)
-            step.input_gradients = {}
-            for each in found:
-                for key, readers in each.items():
-                    step.input_gradients.setdefault(key, []).extend(readers)
+            step.input_gradients = {key: grads for each in found for key, grads in each.items()}
 
     @together("a verdict")
     def verdict(self, own: str | None) -> str | None:

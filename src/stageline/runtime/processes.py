@@ -51,50 +51,39 @@ class Layout:
 
     is_forward: bool
     values: tuple[Value, ...]
-    readers: tuple[tuple[int, ...], ...]  # of gradients: for each value, the layers that read it
     shapes: tuple[Shape, ...] | None  # None: they depend on data
 
     @cached_property
     def packing(self) -> wire.Packing:
         assert self.shapes is not None
-        if self.is_forward:
-            return wire.Packing.of(wire.values_forms(self.shapes))
-        rows = zip(self.shapes, self.readers, strict=True)
-        return wire.Packing.of(
-            [_of_gradient(form) for shape, readers in rows for _ in readers for form in shape.forms]
-        )
+        forms = wire.values_forms(self.shapes)
+        return wire.Packing.of(forms if self.is_forward else list(map(_of_gradient, forms)))
 
     @cached_property
     def is_lone(self) -> bool:
-        """One tensor that is not in a tree, and has one reader: that is most messages."""
+        """One tensor that is not in a tree: that is most messages."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        is_tensor = self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
-        return is_tensor and all(len(row) == 1 for row in self.readers)
+        return self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
             content = contents[self.values[0]]
-            return [content] if self.is_forward else content[0][1]
+            return [content] if self.is_forward else content
         if self.is_forward:
             return list(wire.values_tensors(contents, self.values))
-        found: list[Tensor | None] = []
-        for value, readers in zip(self.values, self.readers, strict=True):
-            given = dict(contents[value])
-            found += [tensor for reader in readers for tensor in given[reader]]
-        return found
+        return [tensor for value in self.values for tensor in contents[value]]
 
     def contents(self, tensors: Sequence[Tensor | None]) -> dict[Value, Any]:
         assert self.shapes is not None
         if self.is_lone:
-            lone = tensors[0] if self.is_forward else [(self.readers[0][0], list(tensors))]
-            return {self.values[0]: lone}
+            return {self.values[0]: tensors[0] if self.is_forward else list(tensors)}
         if self.is_forward:
             return wire.values_again(tensors, self.values, self.shapes)
         rest = iter(tensors)
         return {
-            value: [(reader, [next(rest) for _ in shape.forms]) for reader in readers]
-            for value, readers, shape in zip(self.values, self.readers, self.shapes, strict=True)
+            value: [next(rest) for _ in shape.forms]
+            for value, shape in zip(self.values, self.shapes, strict=True)
         }
 
 
@@ -244,13 +233,10 @@ def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape
     """Of a message whose form depends on data; a gradient has that of its value."""
     if layout.is_forward:
         return tuple(Shape.of(contents[value]) for value in layout.values)
-    found = []
-    for value in layout.values:
-        rows = [gradients for _, gradients in contents[value]]
-        columns = zip(*rows, strict=True)
-        there = [next((t for t in column if t is not None), None) for column in columns]
-        found.append(Shape.of([torch.empty(0) if t is None else t for t in there]))
-    return tuple(found)
+    return tuple(
+        Shape.of([torch.empty(0) if t is None else t for t in contents[value]])
+        for value in layout.values
+    )
 
 
 @dataclass
@@ -417,13 +403,9 @@ class Processes:
 def _layout(executor: Executor, send: Action, known: Mapping[Value, Shape]) -> Layout:
     is_forward = send.kind is Kind.SEND_F
     values = executor.parcels[send]
-    stage = executor.stages[send.stage]
-    readers = tuple(
-        tuple(bound.number for bound in stage.bound if value in bound.outside) for value in values
-    )
     is_known = all(value in known for value in values)
     shapes = tuple(known[value] for value in values) if is_known else None
-    return Layout(is_forward, values, () if is_forward else readers, shapes)
+    return Layout(is_forward, values, shapes)
 
 
 def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.func import functional_call
 
 from stageline.errors import ModelError
-from stageline.model.layers import Layer, LayerSequence, Value
+from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.runtime import engine, trees
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
-from stageline.runtime.in_place import InPlace, versions
+from stageline.runtime.entry import Entry, gradients_by_value
+from stageline.runtime.in_place import NO_MARKS, Entering, InPlace, Mark, Marks, version_of
 from stageline.runtime.offload import HostMemory, Parking
 from stageline.runtime.randomness import Key, Silent, drawing
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
@@ -28,9 +29,7 @@ from stageline.runtime.versions import Versions
 NOTHING = torch.empty(0)
 LOSS = "loss_fn"  # in the place of a layer's name
 Values = Mapping[Value, Any]
-# The gradients of a value's tensors, by the number of the layer that read it.
-Gradients = dict[Value, list[tuple[int, list[Tensor | None]]]]
-Reads = dict[tuple[int, Value], list[Tensor]]  # by layer: leaves that collect gradients
+Gradients = dict[Value, list[Tensor | None]]  # of each value, those of its tensors
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,34 @@ class Pass(NamedTuple):
     recompute: bool = False  # keep only what is read, and run forward again before the backward
     offload: bool = False  # what is kept waits in host memory
     version: int = 0  # of the weights, if several are in use
+    marks: Marks = NO_MARKS  # of what is read: whose memory it is
+
+
+class Forwarded(NamedTuple):
+    """What a forward gives to others."""
+
+    written: dict[Value, Any]  # that later stages read
+    marks: Marks
+    loss: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What a recomputation begins with, and the versions that its tensors had."""
+
+    again: Pass
+    versions: list[int]
+    target_versions: list[int]
 
 
 class Graph(NamedTuple):
     """What a forward leaves behind for its backward."""
 
-    reads: Reads
+    entry: Entry
+    reads: dict[Value, list[Tensor]]  # the tensors that entered, which stay as long as the graph
     writes: dict[Value, Any]  # values that later stages read
     loss: Tensor | None
     weight: float  # what the loss counts for
+    marks: Marks  # of what is written
     calls: list[Caught]  # that use weights, if these were caught
     parking: Parking | None
     version: int = 0  # of the weights that were used
@@ -84,7 +102,7 @@ class Graph(NamedTuple):
 class Waiting:
     """What one stage holds during one step, by micro-batch."""
 
-    passes: dict[int, Pass] = field(default_factory=dict)  # from a forward to its recomputation
+    passes: dict[int, Kept] = field(default_factory=dict)  # from a forward to its recomputation
     graphs: dict[int, Graph] = field(default_factory=dict)  # from a forward to its backward
     owed: dict[int, tuple[list[Caught], int]] = field(default_factory=dict)  # from an I to its W
 
@@ -95,7 +113,6 @@ class Bound(NamedTuple):
     number: int
     layer: Layer
     sources: tuple[Value, ...]
-    outside: tuple[Value, ...]  # those that the loader or other stages bring
     writes: tuple[Value, ...]
     last_uses: tuple[Value, ...]  # of the stage's own values, that nobody reads after it
     doubles: dict[str, Tensor] | None  # of weights that other layers use as well
@@ -119,35 +136,63 @@ class Stage:
         self.device, self.host_memory = device, host_memory
         self.sent = tuple(sorted(sent))
         self.has_output = layers.output.writer in numbers
+        self.reads = reads_of(layers, numbers)
         last_uses = _last_uses(layers, numbers, {*self.sent, layers.output})
-        self.bound = [
-            _bound(layers, number, numbers, tied, last_uses[number]) for number in numbers
-        ]
+        self.bound = [_bound(layers, number, tied, last_uses[number]) for number in numbers]
         modules = [layers.layers[number].module for number in numbers]
         self.is_fused = accumulate == "fused"
         self.is_compiled = any(map(_is_compiled, modules))  # its functions cannot be caught
         names = [layers.layers[number].name for number in numbers]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = Statistics.of(modules, batch_norm)
-        self.in_place = InPlace(modules)
+        others = other_readers(layers, numbers)
+        shared = [v for v in self.reads if v.writer == INPUT or others[v]]
+        later = [v for v in self.reads if any(number >= numbers.stop for number in others[v])]
+        self.in_place = InPlace(modules, shared, later)
         self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
         self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
+        self.gentle_losses: set[object] = set()  # functions that were seen to leave targets alone
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.at_work = ""  # the name of the layer that runs, for errors
 
-    def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
-        """Run the layers; gives back the values that later stages read, and the loss."""
+    def forward(self, this: Pass, waiting: Waiting) -> Forwarded:
+        """Run the layers, and keep what the backward needs."""
+        kept = self._kept(this) if this.recompute else None
         graph = self._run(this, grad=True, again=False)
-        if this.recompute:
-            waiting.passes[this.microbatch] = this
+        if kept:
+            self._look_at_target(this, kept)
+            waiting.passes[this.microbatch] = kept
         else:
             waiting.graphs[this.microbatch] = graph
         written = {v: trees.map_leaves(trees.at_the_edge, t) for v, t in graph.writes.items()}
-        return written, None if graph.loss is None else graph.loss.detach()
+        return Forwarded(written, graph.marks, None if graph.loss is None else graph.loss.detach())
 
-    def run_only(self, this: Pass) -> dict[Value, Any]:
-        """A forward that no backward follows; gives back what others read, and the output."""
-        return self._run(this, grad=False, again=False).writes
+    def _kept(self, this: Pass) -> Kept:
+        """A loss may change its target, as a layer its inputs: the second run needs the first's."""
+        target, versions = this.target, list[int]()
+        if target is not None:
+            versions = _versions([target.target])
+            if target.loss_fn not in self.gentle_losses:
+                target = replace(target, target=trees.map_leaves(trees.copied, target.target))
+        return Kept(this._replace(target=target), _versions(this.values.values()), versions)
+
+    def _look_at_target(self, this: Pass, kept: Kept) -> None:
+        """Remember a loss that leaves its target alone: it is not copied again."""
+        if this.target is None:
+            return
+        if _versions([this.target.target]) == kept.target_versions:
+            self.gentle_losses.add(this.target.loss_fn)
+        elif kept.again.target is this.target:
+            self.gentle_losses.discard(this.target.loss_fn)
+            raise ModelError(
+                "the loss changed its target in place, but not when it first ran, and it is to be "
+                "computed again from it: run the step again, or let it change a clone"
+            )
+
+    def run_only(self, this: Pass) -> Forwarded:
+        """Run the layers without a backward to follow; what is written has the output too."""
+        graph = self._run(this, grad=False, again=False)
+        return Forwarded(graph.writes, graph.marks, None)
 
     def fetch(self, microbatch: int, waiting: Waiting) -> None:
         """Bring back what waits in host memory, ahead of its use."""
@@ -157,7 +202,13 @@ class Stage:
 
     def prepare_backward(self, microbatch: int, waiting: Waiting) -> None:
         """Recompute what was not kept; this need not wait for the gradient to arrive."""
-        again = waiting.passes.pop(microbatch)
+        again, versions, _ = waiting.passes.pop(microbatch)
+        if _versions(again.values.values()) != versions:
+            self.at_work = self.name
+            raise ModelError(
+                "an input was changed in place between its forward and its backward, but the "
+                "forward is to be recomputed from it: change a clone, or after the backward"
+            )
         waiting.graphs[microbatch] = self._run(again, grad=True, again=True)
 
     def backward(
@@ -166,17 +217,8 @@ class Stage:
         """Take gradients back to what was read, and to the weights whose use was not caught."""
         graph = waiting.graphs.pop(microbatch)
         self.at_work = self.name
-        roots, seeds = [], []
-        for value, tree in graph.writes.items():
-            if value in gradients:
-                arrived = sums(moved(gradients[value], self.device))
-                for tensor, seed in zip(trees.tensors(tree), arrived, strict=True):
-                    if tensor.requires_grad and seed is not None:
-                        roots.append(tensor)
-                        seeds.append(seed)
-        if graph.loss is not None:
-            roots.append(graph.loss)
-            seeds.append(torch.full_like(graph.loss, graph.weight))
+        roots, seeds = self._roots(graph, gradients)
+        graph.entry.inbox.is_awaited = True
         with self._gathering(graph.version):
             if roots:
                 engine.backward(roots, seeds)
@@ -184,10 +226,34 @@ class Stage:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
-        back: Gradients = {}
-        for (number, value), leaves in graph.reads.items():
-            back.setdefault(value, []).append((number, [leaf.grad for leaf in leaves]))
-        return back
+        counts = {value: len(tensors) for value, tensors in graph.reads.items()}
+        return gradients_by_value(counts, graph.entry.gradients())
+
+    def _roots(self, graph: Graph, gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return where the backward starts, and the gradients that it starts with there.
+
+        Autograd takes these in before any other gradient: a value that this stage reads as later
+        ones do has their gradient as the first term of its sum.
+        """
+        roots: list[GradientEdge] = []
+        seeds = []
+        arrived = {value: moved(found, self.device) for value, found in gradients.items()}
+        for value, tree in graph.writes.items():
+            for tensor, seed in zip(trees.tensors(tree), arrived.get(value, ()), strict=False):
+                if tensor.requires_grad and seed is not None:
+                    roots.append(engine.root(tensor, seed))
+                    seeds.append(seed)
+        position = 0
+        for value, tensors in graph.reads.items():
+            for number, seed in enumerate(arrived.get(value, ())):
+                if seed is not None and position + number in graph.entry.edges:
+                    roots.append(graph.entry.edges[position + number])
+                    seeds.append(seed)
+            position += len(tensors)
+        if graph.loss is not None:
+            seeds.append(torch.full_like(graph.loss, graph.weight))
+            roots.append(engine.root(graph.loss, seeds[-1]))
+        return roots, seeds
 
     def weight_gradients(self, microbatch: int, waiting: Waiting) -> None:
         """What an I left to do."""
@@ -216,10 +282,12 @@ class Stage:
         may_catch = is_kept and not self.is_compiled
         catch = CatchWeights() if may_catch and (this.in_halves or self.is_fused) else None
         parking = Parking(self.host_memory) if this.offload and self.host_memory else None
-        written: dict[Value, Any] = {}
+        values: dict[Value, Any] = {}
         with ExitStack() as around:
             this.ambient.enter(around, grad=grad)
-            reads, entered = self._enter(this)
+            entry = Entry()
+            entering = self._enter(this, entry, values, is_kept=this.recompute and not again)
+            reads = {value: trees.tensors(this.values[value]) for value in self.reads}
             if grad and not is_kept:
                 # torch takes other kernels, with other bits, where no graph is recorded; so one is,
                 # and what it would save for the backward is dropped at once
@@ -233,53 +301,62 @@ class Stage:
             weights = self.versions.of(this.version) if self.versions and grad else None
             for bound in self.bound:
                 doubles = weights[bound.number] if weights else bound.doubles
-                self._run_layer(bound, this, entered, written, doubles)
+                self._run_layer(bound, this, values, doubles)
+                if entering and not self.in_place.is_gentle:
+                    self.in_place.look(bound.layer.name, entering)
                 for value in bound.last_uses:
-                    del written[value]
-            loss = self._loss(this, written) if this.target else None
+                    del values[value]
+            loss = self._loss(this, values) if this.target else None
+            if entering and not self.in_place.is_gentle:
+                self.in_place.note(entering)
         # the tensors as they are now: a layer may still change the dict or list that it returned
         kept = self.sent
         if self.has_output and not this.target and self.layers.output not in kept:
             kept = (*kept, self.layers.output)
-        writes = {value: trees.map_leaves(trees.itself, written[value]) for value in kept}
+        writes = {value: trees.map_leaves(trees.itself, values[value]) for value in kept}
+        sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
+        marks = self.in_place.leaving(sent, entering)
         weight = this.target.weight if this.target else 0.0
         calls = catch.calls if catch else []
-        return Graph(reads, writes, loss, weight, calls, parking, this.version)
+        return Graph(entry, reads, writes, loss, weight, marks, calls, parking, this.version)
 
-    def _enter(self, this: Pass) -> tuple[Reads, dict[tuple[int, Value], Any]]:
-        """For each layer the leaves where its gradients gather, and what it is given."""
-        reads: Reads = {}
-        entered: dict[tuple[int, Value], Any] = {}
-        for bound in self.bound:
-            for value in bound.outside:
-                brought = moved(this.values[value], self.device)
-                leaves = trees.map_leaves(trees.at_the_edge, brought)
-                reads[bound.number, value] = trees.tensors(leaves)
-                entered[bound.number, value] = self.in_place.give(bound.layer.module, leaves)
-        return reads, entered
+    def _enter(
+        self, this: Pass, entry: Entry, values: dict[Value, Any], *, is_kept: bool
+    ) -> list[Entering]:
+        """Bring what the stage reads into a graph of its own; `is_kept`: to be run once more."""
+        entering: list[Entering] = []
+        for value in self.reads:
+            brought = moved(this.values[value], self.device)
+            for position, tensor in enumerate(trees.tensors(brought)):
+                mark = this.marks.get((value, position), Mark.NONE)
+                entering.append(self.in_place.entering(value, tensor, mark, is_kept=is_kept))
+            values[value] = brought
+        entered = iter(entry.enter([item.given for item in entering]))
+
+        def within(leaf: Any) -> Any:
+            return next(entered) if isinstance(leaf, Tensor) else trees.at_the_edge(leaf)
+
+        for value in self.reads:
+            values[value] = trees.map_leaves(within, values[value])
+        return entering
 
     def _run_layer(
         self,
         bound: Bound,
         this: Pass,
-        entered: dict[tuple[int, Value], Any],
-        written: dict[Value, Any],
+        values: dict[Value, Any],
         doubles: dict[str, Tensor] | None,
     ) -> None:
         name, module = bound.layer.name, bound.layer.module
         self.at_work = name
-        brought = {value: entered.pop((bound.number, value)) for value in bound.outside}
-        before = [pair for tree in brought.values() for pair in versions(tree)]
-        given = [brought[v] if v in brought else written[v] for v in bound.sources]
+        given = [values[value] for value in bound.sources]
         if self.silent.is_silent(module):
             result = _call(module, doubles, given)
         else:
             with drawing(Key(this.seed, this.step, this.first + this.microbatch, name)) as watched:
                 result = _call(module, doubles, given)
             self.silent.note(module, drew=watched.drew)
-        if before:
-            self.in_place.look(name, module, before)
-        written.update(zip(bound.writes, bound.layer.written(result), strict=True))
+        values.update(zip(bound.writes, bound.layer.written(result), strict=True))
 
     def _loss(self, this: Pass, written: dict[Value, Any]) -> Tensor:
         assert this.target is not None  # this is the last stage
@@ -292,6 +369,27 @@ class Stage:
         if not watched.drew:
             self.silent_losses.add(this.target.loss_fn)
         return loss
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [version_of(tensor) for tree in values for tensor in trees.tensors(tree)]
+
+
+def reads_of(layers: LayerSequence, stage: range) -> tuple[Value, ...]:
+    """Return the values that a stage reads from the loader or from other stages."""
+    read = (value for number in stage for value in layers.sources[number])
+    return tuple(dict.fromkeys(value for value in read if value.writer not in stage))
+
+
+def other_readers(layers: LayerSequence, stage: range) -> dict[Value, list[int]]:
+    """Return for each value that a stage reads the layers outside of it that read it as well."""
+    found: dict[Value, list[int]] = {value: [] for value in reads_of(layers, stage)}
+    for number, sources in enumerate(layers.sources):
+        if number not in stage:
+            for value in sources:
+                if value in found:
+                    found[value].append(number)
+    return found
 
 
 def _last_uses(
@@ -312,7 +410,6 @@ def _last_uses(
 def _bound(
     layers: LayerSequence,
     number: int,
-    stage: range,
     tied: TiedWeights,
     last_uses: tuple[Value, ...],
 ) -> Bound:
@@ -321,7 +418,6 @@ def _bound(
         number,
         layer,
         sources,
-        tuple(dict.fromkeys(value for value in sources if value.writer not in stage)),
         tuple(Value(number, name) for name in layer.writes),
         last_uses,
         tied.by_layer.get(number),
@@ -343,17 +439,3 @@ def _is_compiled(module: nn.Module) -> bool:
 def _nothing(_: Any) -> Tensor:
     """In place of a tensor that is saved for a backward that will not come."""
     return NOTHING
-
-
-def sums(readers: list[tuple[int, list[Tensor | None]]]) -> list[Tensor | None]:
-    """Gradients of several readers, the last layer's first: the order in which autograd adds."""
-    if len(readers) == 1:
-        return readers[0][1]
-    total: list[Tensor | None] = []
-    for _, gradients in sorted(readers, key=lambda reader: reader[0], reverse=True):
-        total = list(map(_add, total, gradients)) if total else gradients
-    return total
-
-
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a + b if a is not None and b is not None else b if a is None else a

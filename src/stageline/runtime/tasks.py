@@ -5,14 +5,20 @@ It is worked out once: with emulated devices a millisecond of ours is a millisec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.model.layers import INPUT, Value
 from stageline.runtime.stage import Stage
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.edges import Routes
 from stageline.schedules.stream import Beat, Period
+
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+# By sending stage, kind and receiving stage: the values of a message, or whose gradients it has.
+Contents = Mapping[tuple[int, Kind, int], tuple[Value, ...]]
 
 
 class Task(NamedTuple):
@@ -31,19 +37,17 @@ class Task(NamedTuple):
     is_last_step: bool  # the last step of the rank
 
 
-def tasks_of(
-    period: Period, layers: LayerSequence, stages: list[Stage]
-) -> tuple[tuple[Task, ...], ...]:
-    """By rank."""
+def tasks_of(period: Period, stages: Sequence[Stage]) -> tuple[tuple[Task, ...], ...]:
+    """Return the tasks of each rank."""
     in_halves = {
         (beat.action.stage, beat.action.microbatch)
         for row in period.rows
         for beat in row
         if beat.action.kind is Kind.I
     }
-    reads = [_reads(layers, stage.numbers) for stage in stages]
+    contents = _contents(stages)
     rows = []
-    for row in period.rows:
+    for row in (_without_empty(row, contents) for row in period.rows):
         compute = [beat for beat in row if beat.action.kind in COMPUTE]
         following = dict(zip(compute, [*compute[1:], None], strict=True))
         rows.append(
@@ -51,8 +55,8 @@ def tasks_of(
                 Task(
                     beat.action,
                     stages[beat.action.stage] if beat in following else None,
-                    _awaits(period.routes, beat.action),
-                    _gives(period.routes, beat.action, reads, stages),
+                    _awaits(period.routes, beat.action, contents),
+                    _gives(period.routes, beat.action, contents),
                     (beat.action.stage, beat.action.microbatch) in in_halves,
                     _waits(beat, following.get(beat)),
                     _ahead(following.get(beat)),
@@ -85,7 +89,48 @@ def depth(row: Sequence[Beat], position: int) -> int:
     return max(0, made.version - made.lag - min(used))
 
 
-def _awaits(routes: Routes, action: Action) -> tuple[tuple[Action, bool], ...]:
+def _contents(stages: Sequence[Stage]) -> Contents:
+    """Return what passes between two stages: values forward, and gradients of values backward.
+
+    A value goes from its writer to each stage that reads it. Its gradient goes from reader to
+    reader, the last one first, each adding its own, and then to the writer: in that order autograd
+    adds them where nothing is cut.
+    """
+    found: dict[tuple[int, Kind, int], list[Value]] = {}
+    for value, readers in _readers(stages).items():
+        writer = next((n for n, stage in enumerate(stages) if value.writer in stage.numbers), None)
+        if writer is not None:
+            for reader in readers:
+                found.setdefault((writer, Kind.SEND_F, reader), []).append(value)
+        path = readers if writer is None else [writer, *readers]
+        for target, source in pairwise(path):
+            found.setdefault((source, Kind.SEND_B, target), []).append(value)
+    return {key: tuple(sorted(values)) for key, values in found.items()}
+
+
+def _readers(stages: Sequence[Stage]) -> dict[Value, list[int]]:
+    """Return for each value the stages that it enters, in their order."""
+    readers: dict[Value, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for value in stage.reads:
+            readers.setdefault(value, []).append(number)
+    return readers
+
+
+def _without_empty(row: Sequence[Beat], contents: Contents) -> list[Beat]:
+    """Leave out messages that have no content: an edge may be there for one direction only."""
+    return [beat for beat in row if _is_needed(beat.action, contents)]
+
+
+def _is_needed(action: Action, contents: Contents) -> bool:
+    if action.kind in SENDS:
+        return (action.stage, action.kind, action.peer) in contents
+    if action.kind in RECEIVES:
+        return (action.peer, RECEIVES[action.kind], action.stage) in contents
+    return True
+
+
+def _awaits(routes: Routes, action: Action, contents: Contents) -> tuple[tuple[Action, bool], ...]:
     stage, kind, microbatch, _, _ = action
     if kind is Kind.F:
         sends = [Action(w, Kind.SEND_F, microbatch, stage) for w in routes.writers[stage]]
@@ -93,30 +138,26 @@ def _awaits(routes: Routes, action: Action) -> tuple[tuple[Action, bool], ...]:
         sends = [Action(r, Kind.SEND_B, microbatch, stage) for r in routes.readers[stage]]
     else:
         sends = []
-    return tuple((send, routes.crosses(send.stage, stage)) for send in sends)
+    return tuple(
+        (send, routes.crosses(send.stage, stage)) for send in sends if _is_needed(send, contents)
+    )
 
 
 def _gives(
-    routes: Routes, action: Action, reads: list[set[Value]], stages: list[Stage]
+    routes: Routes, action: Action, contents: Contents
 ) -> tuple[tuple[Action, bool, tuple[Value, ...]], ...]:
     stage, kind, microbatch, _, _ = action
     if kind is Kind.F:
-        sends = [
-            (Action(stage, Kind.SEND_F, microbatch, reader), _from(stages[stage], reads[reader]))
-            for reader in routes.readers[stage]
-        ]
+        sends = [Action(stage, Kind.SEND_F, microbatch, r) for r in routes.readers[stage]]
     elif kind in (Kind.B, Kind.I):
-        sends = [
-            (Action(stage, Kind.SEND_B, microbatch, writer), _from(stages[writer], reads[stage]))
-            for writer in routes.writers[stage]
-        ]
+        sends = [Action(stage, Kind.SEND_B, microbatch, w) for w in routes.writers[stage]]
     else:
         sends = []
-    return tuple((send, routes.crosses(stage, send.peer), values) for send, values in sends)
-
-
-def _from(writer: Stage, reads: set[Value]) -> tuple[Value, ...]:
-    return tuple(sorted(value for value in reads if value.writer in writer.numbers))
+    return tuple(
+        (send, routes.crosses(stage, send.peer), contents[stage, send.kind, send.peer])
+        for send in sends
+        if _is_needed(send, contents)
+    )
 
 
 def _waits(beat: Beat, following: Beat | None) -> bool:
@@ -136,12 +177,12 @@ def _ahead(following: Beat | None) -> Beat | None:
     return following if is_backward else None
 
 
-def _reads(layers: LayerSequence, numbers: range) -> set[Value]:
-    """What a stage needs from outside."""
-    read = {value for number in numbers for value in layers.sources[number]}
-    return {value for value in read if value.writer not in numbers}
+def inputs_of(stage: Stage) -> tuple[Value, ...]:
+    """Return what a stage needs from the loader."""
+    return tuple(sorted(value for value in stage.reads if value.writer == INPUT))
 
 
-def inputs_of(layers: LayerSequence, numbers: range) -> tuple[Value, ...]:
-    """What a stage needs from the loader."""
-    return tuple(sorted(v for v in _reads(layers, numbers) if v.writer == INPUT))
+def first_reads(stages: Sequence[Stage]) -> list[tuple[Value, ...]]:
+    """Return for each stage the loader's values whose gradients end there."""
+    firsts = {v: readers[0] for v, readers in _readers(stages).items() if v.writer == INPUT}
+    return [tuple(v for v, first in firsts.items() if first == n) for n in range(len(stages))]

@@ -1,0 +1,96 @@
+"""Copies with the strides and the alignment of the original.
+
+The last bits of a sum or product depend on both: MKL picks other kernels for other strides, and for
+memory that does not begin at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+ALIGNED = 64  # bytes; torch's own memory begins at multiples of it
+
+
+def exact_copy(tensor: Tensor) -> Tensor:
+    """Return a copy that has the strides and the alignment of the original, and no graph."""
+    if not _is_memory(tensor):
+        return tensor.detach().clone()
+    return copy_as(tensor.detach(), tensor.stride(), misalignment(tensor))
+
+
+def copy_as(source: Tensor, strides: Sequence[int], lead: int) -> Tensor:
+    """Return a copy with these strides, `lead` elements behind an aligned address.
+
+    A dimension of stride 0, as `expand` makes it, has stride 0 in the copy. Memory that overlaps
+    in other ways is copied densely.
+    """
+    base = source
+    for dim, (size, stride) in enumerate(zip(source.shape, strides, strict=True)):
+        if stride == 0 and size > 1:
+            base = base.narrow(dim, 0, 1)
+    if not source.numel() or _overlaps(base.shape, strides):
+        return source.clone()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(base.shape, strides, strict=True))
+    memory = torch.empty(lead + extent, dtype=source.dtype, device=source.device)
+    memory.as_strided(base.shape, strides, lead).copy_(base)
+    return memory.as_strided(source.shape, strides, lead)
+
+
+def misalignment(tensor: Tensor) -> int:
+    """Return by how many elements the tensor begins behind an aligned address."""
+    return tensor.data_ptr() % ALIGNED // tensor.element_size()
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether any element of two tensors is the same memory."""
+    if not (_is_memory(one) and _is_memory(other)):
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    (begin, end), (other_begin, other_end) = _span(one), _span(other)
+    if end <= other_begin or other_end <= begin:
+        return False
+    if begin == other_begin or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    # Two slices may lie between each other, as the halves of rows do: mark one, look at the other.
+    first = min(begin, other_begin)
+    marks = torch.zeros(max(end, other_end) - first, dtype=torch.bool)
+    width, other_width = one.element_size(), other.element_size()
+    for offset in range(width):
+        marks.as_strided(one.shape, _in_bytes(one), begin - first + offset).fill_(True)
+    return any(
+        bool(marks.as_strided(other.shape, _in_bytes(other), other_begin - first + offset).any())
+        for offset in range(other_width)
+    )
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Sparse tensors, fake ones and those that several processes hold in parts are not."""
+    is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    return is_plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte and the one behind the last, counted from the storage's first."""
+    width = tensor.element_size()
+    begin = int(tensor.storage_offset()) * width
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + (1 + sum((n - 1) * stride for n, stride in pairs)) * width
+
+
+def _in_bytes(tensor: Tensor) -> list[int]:
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether two places of such a tensor may be the same memory."""
+    reach = 1  # elements that the dimensions looked at so far extend over
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
