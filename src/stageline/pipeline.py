@@ -419,14 +419,16 @@ class Pipeline:
         A stream that is on its way is finished first. A pipeline that is garbage collected ends
         its threads as well.
         """
-        if stream := self.stream():
-            stream.close()
-        if self.desk is not None:
-            self.desk.close()
-        if self.stepper is not None:
-            self.stepper.release()
-        self.driver.close()
-        self.peers.close()
+        try:
+            if stream := self.stream():
+                stream.close()
+            if self.desk is not None:
+                self.desk.close()
+        finally:  # also if a save under way has failed
+            if self.stepper is not None:
+                self.stepper.release()
+            self.driver.close()
+            self.peers.close()
 
     def _mistrust_if_drawn(self, before: Tensor) -> None:
         """A layer that drew nothing when it was watched may begin to; then all are watched."""

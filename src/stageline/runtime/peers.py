@@ -35,6 +35,16 @@ LAST_WORDS = 5.0  # seconds in which losses that nobody has read may still arriv
 BUCKET = 25 * 2**20  # bytes that are summed at once
 
 
+class Guard(Protocol):
+    """Surrounds what all ranks do together: raises on all of them if one does not take part."""
+
+    def __call__(self, what: str, task: str | None = None) -> AbstractContextManager[None]: ...
+
+
+def _unguarded(what: str, task: str | None = None) -> AbstractContextManager[None]:  # noqa: ARG001
+    return nullcontext()
+
+
 class Loss(NamedTuple):
     """Of one micro-batch, and what it counts for."""
 
@@ -214,7 +224,7 @@ class Group:
     def __init__(self, place: Place, last: int, num_microbatches: int, num_stages: int) -> None:
         self.place, self.num_microbatches, self.num_stages = place, num_microbatches, num_stages
         self.is_apart = False  # see `apart`
-        self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.guard: Guard = _unguarded
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
@@ -240,6 +250,7 @@ class Group:
     @together("what they are about to do")
     def agree(self, signature: Mapping[str, str]) -> None:
         found = self._gathered(dict(signature))
+        self.place.watch.is_starting = False
         for what, here in found[0].items():
             others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
             if others:
