@@ -233,6 +233,7 @@ class Pipeline:
                 "optimizer=lambda params: SGD(params, lr=0.1), or use step"
             )
         self._check_idle()
+        loader = _noted(self.peers, loader)
         if self.needs_barriers:
             return (self.step(*pair(batch)) for batch in loader)
         stream = self._stream(self.stepper, loader)
@@ -773,6 +774,12 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         )
         if tensor.requires_grad
     ]
+
+
+def _noted(peers: Peers, loader: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """What a loader gives; other ranks are told if it raises."""
+    with peers.noted():
+        yield from loader
 
 
 def _warn(guard: Guard, number: int, result: StepResult) -> None:

@@ -33,7 +33,7 @@ def launch(
 ) -> list[Ended]:
     """By rank. Who has not ended when the time is over is killed."""
     start = monotonic()
-    port = str(_free_port())
+    port = str(free_port())
     processes = []
     try:
         for rank in range(num_ranks):
@@ -71,7 +71,7 @@ def _ended(process: subprocess.Popen[str], start: float, timeout: float) -> Ende
     return Ended(process.returncode, output, monotonic() - start)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -103,12 +103,16 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
     ("what", "how", "message"),
     [
         pytest.param(
-            *("norm", "stop", "rank 0 waited in vain for others to share norms"),
+            *(
+                "norm",
+                "stop",
+                "for all ranks to share norms, longer than it should: rank 1 has not",
+            ),
             marks=pytest.mark.slow,
         ),
-        ("evaluate", "exit", "rank 0 waited in vain for others to share the output"),
+        ("evaluate", "exit", "rank 1 is gone: its connection broke"),
         pytest.param(
-            *("first", "stop", "rank 0 waited in vain for others to share what they are about to"),
+            *("first", "stop", "for all ranks to share what they are about to do, longer"),
             marks=pytest.mark.slow,
         ),
         ("step", "shapes", "do all ranks have batches of the same shapes and types?"),

@@ -129,6 +129,9 @@ class Peers(Protocol):
     def passed(self, tree: Any, source: int, target: int) -> Any:
         """What one rank has, on another; both call it, and the second gives None."""
 
+    def noted(self) -> AbstractContextManager[None]:
+        """Around code of the user's: what it raises on one rank is told to those that wait for it."""
+
     def close(self) -> None:
         """Nothing more will be told."""
 
@@ -199,6 +202,9 @@ class Alone:
 
     def passed(self, tree: Any, source: int, target: int) -> Any:  # noqa: ARG002  both are here
         return tree
+
+    def noted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         pass
@@ -463,6 +469,14 @@ class Group:
         if siblings is not None and dist.get_world_size(siblings) > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.data, dist.get_global_rank(siblings, 0), siblings)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.place.watch.note(error)
+            raise
 
     @property
     def _is_first_of_stage(self) -> bool:

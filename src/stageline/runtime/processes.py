@@ -9,6 +9,7 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 from __future__ import annotations
 
 import pickle
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,6 +291,7 @@ class Processes:
 
     def start(self, executor: Executor, stream: Stream) -> Running:
         self.check()
+        self.watch.notice = ""
         return OneRank(self, executor, stream)
 
     def check(self) -> None:
@@ -343,7 +345,7 @@ class Processes:
             raise self._failed(
                 self.watch.cause_of(
                     f"its connection broke while {self.watch.name} waited for all ranks to share "
-                    f"{what} ({_first_line(error)})"
+                    f"{what} ({_in_short(error)})"
                 )
             ) from None
         except BaseException as error:
@@ -366,7 +368,7 @@ class Processes:
         """Who failed first, if it says so in time."""
         return self.watch.cause_of(
             f"its connection broke while {self.watch.name} was at {self.at.where} "
-            f"({_first_line(lost)})",
+            f"({_in_short(lost)})",
             dist.get_group_rank(
                 self.place.everyone, dist.get_global_rank(self.place.pipeline, lost.rank)
             ),
@@ -443,9 +445,9 @@ def _end(watch: Watch, outgoing: Outgoing) -> None:
     outgoing.close()
 
 
-def _first_line(error: BaseException) -> str:
-    """What follows it in torch's errors is where in C++ that was."""
-    return str(error).partition("\n")[0]
+def _in_short(error: BaseException) -> str:
+    """Return the first sentence: before it gloo has a place in C++, and behind it advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
 class Network:

@@ -48,7 +48,12 @@ def finished(
     except BaseException:
         running.drain()
         raise
-    running.drain()
+    try:
+        running.drain()
+    except StageError:
+        if error is not None:  # others did not get it, and could not finish
+            raise error  # noqa: B904  the failure of the rest is its context
+        raise
     while waiting:
         yield stream.steps.pop(waiting.popleft())
     if error is not None:

@@ -76,6 +76,7 @@ class Watch:
         self.waits: dict[int, Wait] = {}
         self.heard: dict[int, Heard] = {}
         self.changed: dict[int, float] = {}  # when another rank was last seen to be alive
+        self.notice = ""  # what the user's code raised, if it did
         self.is_over = Event()
         self.last_words: str | None = None
         self.outlasts = False  # the store must not end before others have heard the last words
@@ -111,6 +112,10 @@ class Watch:
             answer = _within(ANSWER, ask) if self.has_answer else None
             self.failure = answer or f"{failure}\n  {self._no_answer()}"
         return self.failure
+
+    def note(self, error: BaseException) -> None:
+        """Others that wait for this rank should know what happened to it."""
+        self.notice = f", left by {type(error).__name__}: {_text(error)}"
 
     @contextmanager
     def waiting(self, what: str, task: str | None = None) -> Iterator[None]:
@@ -169,7 +174,7 @@ class Watch:
         return f"\n  {', '.join(parts)}" if parts else ""
 
     def leave(self) -> None:
-        """Say that this rank takes part no longer, and which exception ended its program, if any."""
+        """Say that this rank takes part no longer, and what has ended its program."""
         if not self.is_over.is_set():
             is_ending = not main_thread().is_alive()
             self.last_words = self.failure or (
@@ -193,7 +198,7 @@ class Watch:
         """
         with suppress(RuntimeError):
             self.store.set(_left(self.rank), self.last_words or "")
-            end = monotonic() + ANSWER
+            end = monotonic() + 2 * PAUSE
             keys = [_left(rank) for rank in self.others]
             while self.outlasts and monotonic() < end and not self.store.check(keys):
                 sleep(PAUSE / 10)
@@ -222,7 +227,8 @@ class Watch:
 
     def _say(self) -> None:
         waits = [wait.what for wait in list(self.waits.values())]
-        said = (self.where(), time(), self.tasks, waits, self.is_starting)
+        where = self.where() + self.notice
+        said = (where, time(), self.tasks, waits, self.is_starting)
         self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
