@@ -1,6 +1,6 @@
 """Faults of one rank of three, and how long the other two take to end with its name.
 
-    python benchmarks/faults.py                          all of them, for the table in docs/scaling.md
+    python benchmarks/faults.py      all of them, for the table in docs/scaling.md
     python benchmarks/faults.py --place save --kind SIGSTOP --culprit 0
 
 Every rank has to end within the pipeline's timeout + 5 s, with an error that names the culprit; a

@@ -82,6 +82,7 @@ def _problem(
         error = output.rpartition("stageline.errors.")[2]
         if rank != culprit and (code != 1 or f"rank {culprit}" not in error):
             return f"rank {rank} ended with {code}, and does not name the culprit:\n{output}"
-        if rank != culprit and kind == "raise" and "a fault of the user's own" not in error:
+        is_told = kind == "raise" and "before the pipeline" not in place  # there is no way yet
+        if rank != culprit and is_told and "a fault of the user's own" not in error:
             return f"rank {rank} does not say why:\n{output}"
     return None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
+from stageline.runtime.exchange import gathered
 from stageline.runtime.peers import Group
 
 T = TypeVar("T")
@@ -109,8 +110,7 @@ class Desk:
         if self.peers is None or self.group is None:
             return [value]
         with self.peers.guard("a checkpoint or report", self.task):
-            found: list[T] = [value] * dist.get_world_size(self.group)
-            dist.all_gather_object(found, value, self.group)
+            found = gathered(value, self.group)
         self.peers.place.watch.is_starting = False
         return found
 

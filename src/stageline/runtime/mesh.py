@@ -25,7 +25,6 @@ NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
 CONNECT = 30.0  # seconds, at least, for processes that are all there to connect to each other
 SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
-HAVE_ENDED = "have they ended, or do they not make the same calls?"
 
 
 class OwnGroup:
@@ -175,8 +174,12 @@ def _assembled(grid: torch.Tensor, limit: float) -> Watch:
         watch.start()
     except (TimeoutError, RuntimeError) as error:
         watch.leave()
-        reason = f"{error} {'have' if ',' in str(error) else 'has'} not made this pipeline"
-        told = f"{reason} within {max(START_UP, limit):g} s: {HAVE_ENDED}"
+        verb = "have" if "," in str(error) else "has"
+        told = (
+            f"{error} {verb} not made the pipeline within {max(START_UP, limit):g} s of "
+            f"{watch.name}: look for what ended a process before that, or for calls that not all "
+            "ranks make"
+        )
         raise StageError(told if isinstance(error, TimeoutError) else str(error)) from None
     if watch.failure is not None or not watch.has_answer:
         told = watch.failure or watch.tell(f"{watch.name} could not reach the others")

@@ -8,7 +8,6 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 
 from __future__ import annotations
 
-import pickle
 import re
 import weakref
 from collections import deque
@@ -32,6 +31,8 @@ from stageline.runtime import wire
 from stageline.runtime.ahead import sent_as
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import Running, failure_text, segments_to_drain
+from stageline.runtime.encoding import encode
+from stageline.runtime.exchange import as_tensor, from_tensor
 from stageline.runtime.executor import Executor, Message, Parcel, Step, Stream
 from stageline.runtime.late_clipping import Norms
 from stageline.runtime.mesh import Place
@@ -67,7 +68,7 @@ class Layout:
         """One tensor that is not in a tree, and has one reader: that is most messages."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        is_tensor = self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
+        is_tensor = self.shapes[0].tree.type is None and len(self.shapes[0].forms) == 1
         return is_tensor and all(len(row) == 1 for row in self.readers)
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
@@ -160,7 +161,8 @@ class Incoming:
         self._receive(length, peer)
         header = torch.empty(int(length), dtype=torch.uint8)
         self._receive(header, peer)
-        layout = replace(layout, shapes=pickle.loads(header.numpy().tobytes()))
+        shapes = tuple(map(Shape.from_description, from_tensor(header)))
+        layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
         self.early[send] = _message(layout, buffer)
@@ -205,7 +207,8 @@ class Outgoing:
         tensors = layout.tensors(contents)
         if layout.shapes is None:
             layout = replace(layout, shapes=_actual_shapes(layout, contents))
-            header = torch.frombuffer(bytearray(pickle.dumps(layout.shapes)), dtype=torch.uint8)
+            described = tuple(shape.described for shape in layout.shapes or ())
+            header = as_tensor(encode(described))
             self._post(peer, torch.tensor([len(header)]), UNKNOWN)
             self._post(peer, header, UNKNOWN)
             self._post(peer, layout.packing.pack(tensors), UNKNOWN)

@@ -34,14 +34,14 @@ X = torch.ones(8, 4)
 
 
 class Fault:
-    """Strikes when it is called for the `count`-th time. State: how often it was."""
+    """Strikes, if it is one of `KINDS`, when it is called for the `count`-th time. State: how often it was."""
 
     def __init__(self, kind: str, path: Path, count: int = 1) -> None:
         self.kind, self.path, self.count = kind, path, count
 
     def __call__(self) -> None:
         self.count -= 1
-        if self.count == 0:
+        if self.count == 0 and self.kind in KINDS:
             self.path.write_text(repr(time.time()))
             if self.kind == "raise":
                 raise ValueError("a fault of the user's own")
@@ -125,9 +125,10 @@ def before_save(fault: Fault, folder: Path) -> None:
 
 def in_background_save(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
-    patched(HuggingFaceStorageWriter, "write_data", fault)
+    if fault.kind != "exit":  # of the thread alone, that is no end
+        patched(HuggingFaceStorageWriter, "write_data", fault)
     saving = sl.save(folder, pipe, optimizer, step=2, wait=False)
-    if fault.kind == "exit" and fault.count:  # of the thread alone, that is no end
+    if fault.kind == "exit":
         fault()
     step(pipe, 2)
     saving.wait()
@@ -225,7 +226,7 @@ def main(place: str, kind: str, culprit: str, folder: str) -> None:
     dist.init_process_group("gloo")
     is_struck = dist.get_rank() == int(culprit)
     fault = Fault(kind, Path(folder) / "struck", 1)
-    PLACES[place](fault if is_struck else Fault("none", Path(), -1), Path(folder) / "saved")
+    PLACES[place](fault if is_struck else Fault("none", Path()), Path(folder) / "saved")
     print("reached its end")
 
 
