@@ -34,7 +34,10 @@ X = torch.ones(8, 4)
 
 
 class Fault:
-    """Strikes, if it is one of `KINDS`, when it is called for the `count`-th time. State: how often it was."""
+    """Strikes when it is called for the `count`-th time. State: how often that will be.
+
+    Of a kind that is none of `KINDS`, it never does.
+    """
 
     def __init__(self, kind: str, path: Path, count: int = 1) -> None:
         self.kind, self.path, self.count = kind, path, count
