@@ -62,7 +62,7 @@ class Encoding(UserDict[str, Any]):
     pass
 
 
-VALUES = [
+VALUES: list[Any] = [
     None,
     True,
     0,

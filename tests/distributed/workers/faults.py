@@ -194,6 +194,8 @@ def before_pipeline(fault: Fault, _: Path) -> None:
     """Who is not there yet is waited for longer; here not for five minutes."""
     for module in (mesh, watch):
         patch.object(module, "START_UP", START_UP).start()
+    getattr(sl, "Pipeline")  # noqa: B009  it is imported now, so that all are equally far
+    dist.barrier()
     fault()
     step(pipeline(), 1)
 
