@@ -39,6 +39,7 @@ def launch(
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
             own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
             processes.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKERS / f"{worker}.py"), *arguments],

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.rendezvous import warn_if_reachable
 from stageline.runtime.watch import PATIENCE, START_UP, Watch
 
 NAMES = ("dp", "pp", "tp")
@@ -169,10 +170,13 @@ def _assembled(grid: torch.Tensor, limit: float) -> Watch:
     """A watch over all processes of the mesh, when all of them are there."""
     names = [_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
-    watch = Watch(_store_for(ranks), names, ranks.index(dist.get_rank()), limit)
+    store = _store_for(ranks)
+    if dist.get_rank() == 0:  # on whose machine it is
+        warn_if_reachable(store)
+    watch = Watch(store, names, ranks.index(dist.get_rank()), limit)
     try:
         watch.start()
-    except (TimeoutError, RuntimeError) as error:
+    except TimeoutError as error:
         watch.leave()
         verb = "have" if "," in str(error) else "has"
         told = (
@@ -180,7 +184,7 @@ def _assembled(grid: torch.Tensor, limit: float) -> Watch:
             f"{watch.name}: look for what ended a process before that, or for calls that not all "
             "ranks make"
         )
-        raise StageError(told if isinstance(error, TimeoutError) else str(error)) from None
+        raise StageError(told) from None
     if watch.failure is not None or not watch.has_answer:
         told = watch.failure or watch.tell(f"{watch.name} could not reach the others")
         watch.leave()

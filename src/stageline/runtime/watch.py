@@ -91,16 +91,19 @@ class Watch:
 
     def start(self) -> None:
         """Wait until all ranks are here; raises `TimeoutError` with the names of those missing."""
-        self._say()
         for thread in self.threads:
             thread.start()
         end = monotonic() + max(START_UP, self.limit)
         missing = self.others
-        while missing and self.failure is None and self.has_answer:
-            missing = [rank for rank in missing if not self.store.check([_at(rank)])]
-            if missing and monotonic() >= end:
-                raise TimeoutError(", ".join(self.names[rank] for rank in missing))
-            sleep(PAUSE / 10 if missing else 0)
+        try:
+            self._say()
+            while missing and self.failure is None and self.has_answer:
+                missing = [rank for rank in missing if not self.store.check([_at(rank)])]
+                if missing and monotonic() >= end:
+                    raise TimeoutError(", ".join(self.names[rank] for rank in missing))
+                sleep(PAUSE / 10 if missing else 0)
+        except RuntimeError:
+            self.has_answer = False
 
     def tell(self, failure: str) -> str:
         """All ranks raise what was told first, also those that fail because of it."""

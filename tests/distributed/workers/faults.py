@@ -1,10 +1,11 @@
 """One rank of three meets with a fault: where, of which kind and on which rank, arguments say.
 
-The moment is written to a file, so that the others can be timed.
+When that was is written to a file, and when each of the ranks has ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -229,6 +230,9 @@ def patched(owner: Any, name: str, fault: Fault) -> None:
 def main(place: str, kind: str, culprit: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    # the first to be registered is the last to run, when all that is Stageline's has ended
+    ended = Path(folder) / f"ended-{dist.get_rank()}"
+    atexit.register(lambda: ended.write_text(repr(time.time())))
     is_struck = dist.get_rank() == int(culprit)
     fault = Fault(kind, Path(folder) / "struck", 1)
     PLACES[place](fault if is_struck else Fault("none", Path()), Path(folder) / "saved")
