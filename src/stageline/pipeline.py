@@ -233,6 +233,7 @@ class Pipeline:
                 "optimizer=lambda params: SGD(params, lr=0.1), or use step"
             )
         self._check_idle()
+        loader = _noted(self.peers, loader)
         if self.needs_barriers:
             return (self.step(*pair(batch)) for batch in loader)
         stream = self._stream(self.stepper, loader)
@@ -419,14 +420,16 @@ class Pipeline:
         A stream that is on its way is finished first. A pipeline that is garbage collected ends
         its threads as well.
         """
-        if stream := self.stream():
-            stream.close()
-        if self.desk is not None:
-            self.desk.close()
-        if self.stepper is not None:
-            self.stepper.release()
-        self.driver.close()
-        self.peers.close()
+        try:
+            if stream := self.stream():
+                stream.close()
+            if self.desk is not None:
+                self.desk.close()
+        finally:  # also if a save under way has failed
+            if self.stepper is not None:
+                self.stepper.release()
+            self.driver.close()
+            self.peers.close()
 
     def _mistrust_if_drawn(self, before: Tensor) -> None:
         """A layer that drew nothing when it was watched may begin to; then all are watched."""
@@ -770,6 +773,12 @@ def _wanted(step: Step) -> list[tuple[Tensor, Tensor | None]]:
         )
         if tensor.requires_grad
     ]
+
+
+def _noted(peers: Peers, loader: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """What a loader gives; other ranks are told if it raises."""
+    with peers.noted():
+        yield from loader
 
 
 def _warn(guard: Guard, number: int, result: StepResult) -> None:

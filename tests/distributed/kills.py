@@ -1,4 +1,7 @@
-"""Kill processes of a run under torchrun at random points, and let it start them again."""
+"""Kill processes of a run at random points, and let them be started again: by torchrun or by forks.
+
+Forks start in milliseconds, so that hundreds of kills take minutes.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import IO
 
-from tests.distributed.launch import WORKERS
+from tests.distributed.launch import WORKERS, free_port
+
+import stageline as sl
 
 # Else processes that torchrun starts again may read the addresses of those before them, which are
 # gone (pytorch/pytorch#135712, #167288).
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 TIMEOUT = 60.0  # seconds until a process that was killed has a successor
 LAST = 240.0  # seconds until training is over, after the last kill
+ENDLESS = 10**9  # steps that no run reaches before it is killed
+MORE = 40  # steps after the last kill
 
 
 def train_through(
@@ -45,6 +53,86 @@ def train_through(
             if run.poll() is None:
                 run.terminate()  # torchrun ends its processes, which have groups of their own
                 run.wait(60)
+
+
+def train_through_forks(
+    folder: Path, *, kills: int, num_ranks: int = 2, longest: float = 2.0, seed: int = 0
+) -> Iterator[int]:
+    """Gives the step of the newest checkpoint after each kill, which must never go back.
+
+    Who is left after a kill is killed too, a moment later, as torchrun would. At the end training
+    goes on for some more steps.
+    """
+    chance = random.Random(seed)
+    folder.mkdir(parents=True)
+    with (folder / "output").open("w") as log, _zygote(log) as zygote:
+        for _ in range(kills):
+            processes = _forked(zygote, folder, num_ranks, ENDLESS)
+            sleep(chance.uniform(0, longest))
+            first = chance.choice(processes)
+            for process in (first, *processes):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+                sleep(chance.uniform(0, 0.3) if process == first else 0)
+            _answer(zygote)
+            yield newest_step(folder)
+        train_undisturbed(folder, newest_step(folder) + MORE, num_ranks, zygote)
+
+
+def train_undisturbed(
+    folder: Path, steps: int, num_ranks: int = 2, zygote: subprocess.Popen[str] | None = None
+) -> None:
+    """To the end, in processes that nobody kills."""
+    if zygote is None:
+        folder.mkdir(parents=True)
+        with (folder / "output").open("w") as log, _zygote(log) as fresh:
+            train_undisturbed(folder, steps, num_ranks, fresh)
+        return
+    _forked(zygote, folder, num_ranks, steps)
+    codes = _answer(zygote)
+    assert codes == [0] * num_ranks, (codes, (folder / "output").read_text()[-3000:])
+
+
+def newest_step(folder: Path) -> int:
+    found = sl.latest(folder)
+    return 0 if found is None else int(found.name.removeprefix("step-"))
+
+
+@contextmanager
+def _zygote(log: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()}
+    process = subprocess.Popen(
+        [sys.executable, str(WORKERS / "forked.py")],
+        env=os.environ | own,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _import_path() -> str:
+    """The tests are imported as a package, from wherever the script is started."""
+    root = str(WORKERS.parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _forked(zygote: subprocess.Popen[str], folder: Path, num_ranks: int, steps: int) -> list[int]:
+    assert zygote.stdin is not None
+    zygote.stdin.write(f"{folder} {num_ranks} {steps} {free_port()}\n")
+    zygote.stdin.flush()
+    return _answer(zygote)
+
+
+def _answer(zygote: subprocess.Popen[str]) -> list[int]:
+    assert zygote.stdout is not None
+    return [int(word) for word in zygote.stdout.readline().split()]
 
 
 def _start(

@@ -33,12 +33,13 @@ def launch(
 ) -> list[Ended]:
     """By rank. Who has not ended when the time is over is killed."""
     start = monotonic()
-    port = str(_free_port())
+    port = str(free_port())
     processes = []
     try:
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
             own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
             processes.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKERS / f"{worker}.py"), *arguments],
@@ -71,7 +72,7 @@ def _ended(process: subprocess.Popen[str], start: float, timeout: float) -> Ende
     return Ended(process.returncode, output, monotonic() - start)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

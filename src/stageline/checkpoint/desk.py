@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -14,11 +13,10 @@ import torch.distributed as dist
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.mesh import OwnGroup
+from stageline.runtime.exchange import gathered
 from stageline.runtime.peers import Group
 
 T = TypeVar("T")
-PATIENCE = 600.0  # seconds that a rank waits for others to write or read their part
 
 
 class Saving:
@@ -45,27 +43,34 @@ class Saving:
 
 
 class Desk:
-    """Of one pipeline. State: the save under way, and a process group that only it uses.
+    """Where the processes of a pipeline meet over a checkpoint. State: the save under way.
 
-    Several threads must not share a group: their collectives would be taken for each other's.
+    Each conversation has a process group of its own: with two threads on one group, collectives of
+    one would be taken for those of the other. The caller's thread has the pipeline's own group, as
+    in all else that it does; the group of saves is handed to the save under way, and to nobody
+    else, and there is one save at a time.
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, peers: Group | None, group: dist.ProcessGroup | None, name: str) -> None:
+        self.peers, self.group, self.name = peers, group, name
         self.saving: Saving | None = None
-        self.own: OwnGroup | None = None
-        self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        if isinstance(pipe.peers, Group):
-            ranks = dist.get_process_group_ranks(pipe.peers.place.everyone)
-            limit = timedelta(seconds=PATIENCE)
-            # what is told are objects, so not NCCL
-            with pipe.peers.guard("checkpoints"):
-                self.own = OwnGroup(dist.new_group(ranks, timeout=limit, backend="gloo"))
-            self.guard = pipe.peers.guard
-        self.is_first = self.group is None or dist.get_rank(self.group) == 0
+        self.is_first = group is None or dist.get_rank(group) == 0
+        self.num_tasks = 0
+        self.task: str | None = None  # the one under way, which may take long
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.own.now if self.own else None
+    def save(self, write: Callable[[Desk], Path], *, in_background: bool) -> Saving:
+        """Start a save when the one before has ended."""
+        self.settle()
+        group = self.peers.place.saves if self.peers else None
+        own = Desk(self.peers, group, f"save {self.num_tasks}")
+        self.num_tasks += 1
+
+        def act() -> Path:
+            with own.together("a checkpoint"):
+                return write(own)
+
+        self.saving = Saving(act, in_background=in_background)
+        return self.saving
 
     def settle(self) -> None:
         """Wait for the save under way; if it failed and nobody was told, raise that."""
@@ -75,29 +80,52 @@ class Desk:
 
     def close(self) -> None:
         self.settle()
-        if self.own is not None:
-            self.own.close()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what may take long in this process: others wait for it while it is alive."""
+        if self.task is not None or self.peers is None:
+            yield
+            return
+        self.num_tasks += 1
+        self.task = f"{self.name} {self.num_tasks}"
+        try:
+            with self.peers.place.watch.taking_part(self.task):
+                yield
+        finally:
+            self.task = None
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around work and collectives of this desk's group; raises on all ranks if one is gone."""
+        with self.working():
+            if self.peers is None:
+                yield
+            else:
+                with self.peers.guard(what, self.task):
+                    yield
 
     def everywhere(self, value: T) -> list[T]:
         """By process, what each of them has."""
-        if self.group is None:
+        if self.peers is None or self.group is None:
             return [value]
-        found: list[T] = [value] * dist.get_world_size(self.group)
-        with self.guard("a checkpoint or report"):
-            dist.all_gather_object(found, value, self.group)
+        with self.peers.guard("a checkpoint or report", self.task):
+            found = gathered(value, self.group)
+        self.peers.place.watch.is_starting = False
         return found
 
     def agreed(self, act: Callable[[], T]) -> T:
         """What this process makes of it; if one of them fails, all do."""
-        try:
-            result = act()
-        except Exception as error:
-            self.everywhere(str(error) or type(error).__name__)
-            raise
-        for rank, text in enumerate(self.everywhere("")):
-            if text:
-                raise CheckpointError(f"rank {rank}: {text}")
-        return result
+        with self.working():
+            try:
+                result = act()
+            except Exception as error:
+                self.everywhere(str(error) or type(error).__name__)
+                raise
+            for rank, text in enumerate(self.everywhere("")):
+                if text:
+                    raise CheckpointError(f"rank {rank}: {text}")
+            return result
 
     def by_first(self, act: Callable[[], T]) -> T:
         """What the first process makes of it, in every process."""
@@ -110,5 +138,6 @@ class Desk:
 def desk_of(pipe: Pipeline) -> Desk:
     """Made when it is first asked for, which all ranks do in the same place."""
     if not isinstance(pipe.desk, Desk):
-        pipe.desk = Desk(pipe)
+        peers = pipe.peers if isinstance(pipe.peers, Group) else None
+        pipe.desk = Desk(peers, peers.place.everyone if peers else None, "checkpoint")
     return pipe.desk

@@ -33,7 +33,8 @@ def export(path: str | os.PathLike[str], pipe: Pipeline) -> None:
     temporary = desk.by_first(lambda: _begin(final))
     try:
         if desk.group is not None:
-            write(desk, temporary, tensors)
+            with desk.together("an export"):
+                write(desk, temporary, tensors)
         desk.by_first(lambda: _complete(desk, temporary, final, layers, tensors))
     finally:
         if desk.is_first:

@@ -68,7 +68,7 @@ def save(
         scheduler=next((state for *_, state in parts if state is not None), None),
     )
     job = Job(Path(folder), record, names, keep)
-    saving = desk.saving = Saving(lambda: _write(desk, job, tensors), in_background=not wait)
+    saving = desk.save(lambda own: _write(own, job, tensors), in_background=not wait)
     if wait:
         saving.wait()
     return saving

@@ -18,7 +18,7 @@ from datetime import timedelta
 from itertools import groupby, pairwise
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from stageline.costs import Link
 from stageline.errors import PlanError, StageError
 from stageline.planning.cluster import Cluster, Device, Level, Size
 from stageline.planning.progress import progress_of
+from stageline.runtime.exchange import gathered
 from stageline.runtime.mesh import OwnGroup
 from stageline.units import format_bytes
 
@@ -35,7 +36,6 @@ SMALL, LARGE = 64, 2**23  # bytes
 PINGS = 10  # small messages for a large one
 WARM_UP, ROUNDS = 2, 7  # the first do not count: buffers are new, connections are just made
 LIMIT = timedelta(minutes=1)  # to wait for another rank
-T = TypeVar("T")
 
 
 class Seconds(NamedTuple):
@@ -63,11 +63,11 @@ def measure_links(*, memory: Size | None = None, progress: bool = True) -> Clust
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     try:
         with closing(OwnGroup(dist.new_group(backend="gloo", timeout=LIMIT))) as own:
-            size = ranks_of_a_machine(_from_all(socket.gethostname(), own.now))
+            size = ranks_of_a_machine(gathered(socket.gethostname(), own.now))
             total = (WARM_UP + ROUNDS) * (num_ranks - 1)
             with progress_of(total, "exchanges", shown=progress and rank == 0) as begin:
                 to_next = _measured(rank, num_ranks, own.now, begin)
-            told = _from_all(Told(_memory(size), to_next), own.now)
+            told = gathered(Told(_memory(size), to_next), own.now)
     except RuntimeError as error:
         raise StageError(
             f"rank {rank} lost touch with another while links were measured: has one of them "
@@ -148,13 +148,6 @@ def _memory(num_ranks: int) -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks
-
-
-def _from_all(own: T, group: dist.ProcessGroup) -> list[T]:
-    """By rank."""
-    told: list[T] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group)
-    return told
 
 
 def _measured(

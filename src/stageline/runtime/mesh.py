@@ -6,20 +6,26 @@ dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeli
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.rendezvous import warn_if_reachable
+from stageline.runtime.watch import PATIENCE, START_UP, Watch
 
 NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
+CONNECT = 30.0  # seconds, at least, for processes that are all there to connect to each other
+SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
 
 
 class OwnGroup:
@@ -50,8 +56,10 @@ def _let_go(held: list[dist.ProcessGroup]) -> None:
 class Place:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
+    watch: Watch
     own_pipeline: OwnGroup
     own_everyone: OwnGroup
+    own_saves: OwnGroup  # for the thread of a save under way, and for nobody else
     own_replicas: OwnGroup | None  # None: there is one replica
     own_siblings: OwnGroup | None  # those that hold the same stage, and take turns; None: none does
     replica: int
@@ -65,6 +73,10 @@ class Place:
     @property
     def everyone(self) -> dist.ProcessGroup:
         return self.own_everyone.now
+
+    @property
+    def saves(self) -> dist.ProcessGroup:
+        return self.own_saves.now
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -86,7 +98,8 @@ class Place:
 
     @property
     def _own(self) -> list[OwnGroup]:
-        found = (self.own_pipeline, self.own_everyone, self.own_replicas, self.own_siblings)
+        always = (self.own_pipeline, self.own_everyone, self.own_saves)
+        found = (*always, self.own_replicas, self.own_siblings)
         return [own for own in found if own is not None]
 
 
@@ -107,9 +120,10 @@ def hang_up(group: dist.ProcessGroup) -> None:
 def find_place(
     mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
 ) -> Place:
-    """Every process of the mesh calls this, and waits so many seconds for the others.
+    """Find this process among those of the mesh, and connect it to them; all of them call this.
 
-    `stages` are the ranks of each stage, if they take turns.
+    `limit` is how many seconds a rank waits for others, once all are there. `stages` are
+    the ranks of each stage, if they take turns.
     """
     if not dist.is_initialized():
         raise ModelError(
@@ -126,19 +140,78 @@ def find_place(
             "replicas of single stages and of the whole pipeline do not go together: use one"
         )
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
-    return Place(
-        _own_group([row for plane in grid.permute(0, 2, 1).tolist() for row in plane], limit),
-        _own_group([grid.flatten().tolist()], limit),
-        _own_group([row for plane in grid.permute(1, 2, 0).tolist() for row in plane], limit)
-        if len(grid) > 1
-        else None,
-        _own_group([[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages], limit)
-        if stages
-        else None,
-        dp,
-        len(grid),
-        tp == 0,
+    watch = _assembled(grid, limit)
+    rows = [row for plane in grid.permute(0, 2, 1).tolist() for row in plane]
+    columns = [row for plane in grid.permute(1, 2, 0).tolist() for row in plane]
+    everyone = [grid.flatten().tolist()]
+    turns = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
+    try:
+        place = Place(
+            watch,
+            _own_group(rows, limit),
+            # what is told are numbers in this process's memory, so not NCCL
+            _own_group(everyone, limit, "gloo"),
+            _own_group(everyone, limit, "gloo"),
+            _own_group(columns, limit) if len(grid) > 1 else None,
+            _own_group(turns, limit) if stages else None,
+            dp,
+            len(grid),
+            tp == 0,
+        )
+    except RuntimeError as error:
+        told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
+        watch.leave()
+        raise StageError(f"{told}\n  {error}") from None
+    watch.stop = place.hang_up
+    return place
+
+
+def _assembled(grid: torch.Tensor, limit: float) -> Watch:
+    """A watch over all processes of the mesh, when all of them are there."""
+    names = [_name(index, grid) for index in range(grid.numel())]
+    ranks = grid.flatten().tolist()
+    store = _store_for(ranks)
+    if dist.get_rank() == 0:  # on whose machine it is
+        warn_if_reachable(store)
+    watch = Watch(store, names, ranks.index(dist.get_rank()), limit)
+    try:
+        watch.start()
+    except TimeoutError as error:
+        watch.leave()
+        verb = "have" if "," in str(error) else "has"
+        told = (
+            f"{error} {verb} not made the pipeline within {max(START_UP, limit):g} s of "
+            f"{watch.name}: look for what ended a process before that, or for calls that not all "
+            "ranks make"
+        )
+        raise StageError(told) from None
+    if watch.failure is not None or not watch.has_answer:
+        told = watch.failure or watch.tell(f"{watch.name} could not reach the others")
+        watch.leave()
+        raise StageError(told)
+    return watch
+
+
+def _name(index: int, grid: torch.Tensor) -> str:
+    """Of a process in errors: its rank in the pipeline, and what tells it from others with that."""
+    num_replicas, num_ranks, num_parts = grid.shape
+    replica, rest = divmod(index, num_ranks * num_parts)
+    rank, part = divmod(rest, num_parts)
+    return (
+        f"rank {rank}"
+        + (f" of replica {replica}" if num_replicas > 1 else "")
+        + (f" (tensor part {part})" if num_parts > 1 else "")
     )
+
+
+def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
+    """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
+    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
+    who = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}/{who}", whole)
+    made = store.add(f"made/{dist.get_rank()}", 1)
+    return dist.distributed_c10d.PrefixStore(f"pipeline/{made}", store)
 
 
 def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
@@ -160,15 +233,13 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]], limit: float) -> OwnGroup:
+def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnGroup:
     """All processes make all groups, in the same order; gives back the one that this is in."""
-    try:
-        groups = [dist.new_group(row, timeout=timedelta(seconds=limit)) for row in rows]
-    except RuntimeError as error:
-        raise StageError(
-            f"rank {dist.get_rank()} could not reach the others within {limit:g} s, when a "
-            f"pipeline was made: has one of them ended, or made none?\n  {error}"
-        ) from None
+    connect = timedelta(seconds=max(limit, CONNECT))
+    groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
+    # from here on the watch ends waits, and knows who is late for a reason
+    longest = timedelta(seconds=max(limit, PATIENCE, START_UP) + SLACK)
+    dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
     return OwnGroup(mine)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError, PlanError
-from stageline.runtime import trees, wire
+from stageline.runtime import exchange, trees, wire
 from stageline.runtime.batch_norm import Seen
 from stageline.runtime.clock import SHIFT
 from stageline.runtime.executor import Moment, Step
@@ -33,6 +32,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAST_WORDS = 5.0  # seconds in which losses that nobody has read may still arrive
 BUCKET = 25 * 2**20  # bytes that are summed at once
+
+
+class Guard(Protocol):
+    """Surrounds what all ranks do together: raises on all of them if one does not take part."""
+
+    def __call__(self, what: str, task: str | None = None) -> AbstractContextManager[None]: ...
+
+
+def _unguarded(what: str, task: str | None = None) -> AbstractContextManager[None]:  # noqa: ARG001
+    return nullcontext()
 
 
 class Loss(NamedTuple):
@@ -119,6 +128,9 @@ class Peers(Protocol):
     def passed(self, tree: Any, source: int, target: int) -> Any:
         """What one rank has, on another; both call it, and the second gives None."""
 
+    def noted(self) -> AbstractContextManager[None]:
+        """Around code of the user's: what it raises is told to ranks that wait for this one."""
+
     def close(self) -> None:
         """Nothing more will be told."""
 
@@ -190,6 +202,9 @@ class Alone:
     def passed(self, tree: Any, source: int, target: int) -> Any:  # noqa: ARG002  both are here
         return tree
 
+    def noted(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def close(self) -> None:
         pass
 
@@ -214,7 +229,7 @@ class Group:
     def __init__(self, place: Place, last: int, num_microbatches: int, num_stages: int) -> None:
         self.place, self.num_microbatches, self.num_stages = place, num_microbatches, num_stages
         self.is_apart = False  # see `apart`
-        self.guard: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.guard: Guard = _unguarded
         self.rank = dist.get_rank(self.group)
         self.last = last  # the rank of the last stage, which on a V is not the last rank
         self.before: dict[nn.Parameter, Tensor] = {}  # gradients of earlier steps
@@ -240,6 +255,7 @@ class Group:
     @together("what they are about to do")
     def agree(self, signature: Mapping[str, str]) -> None:
         found = self._gathered(dict(signature))
+        self.place.watch.is_starting = False
         for what, here in found[0].items():
             others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
             if others:
@@ -291,8 +307,7 @@ class Group:
         others = self.replicas or self.place.siblings
         if others is None:
             return own
-        found: list[Seen] = [own] * dist.get_world_size(others)
-        dist.all_gather_object(found, own, others)
+        found = exchange.gathered(own, others)
         numbers = sorted({number for seen in found for number in seen})
         joined = {n: [pair for seen in found for pair in seen.get(n, [])] for n in numbers}
         if self.place.siblings is None:
@@ -359,11 +374,9 @@ class Group:
 
     @together("the output")
     def output(self, made: Any) -> Any:
-        shapes: list[Any] = [Shape.of(made) if self.rank == self.last else None]
-        dist.broadcast_object_list(shapes, self._global(self.last), self.group)
-        shape: Shape = shapes[0]
-        leaves = pytree.tree_leaves(made) if self.rank == self.last else shape.leaves
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        described = Shape.of(made).described if self.rank == self.last else None
+        shape = Shape.from_description(exchange.broadcast(described, self.last, self.group))
+        tensors = trees.tensors(made) if self.rank == self.last else []
         return shape.around(self._broadcast(tensors, shape.forms, self.last))
 
     @together("a trace")
@@ -425,23 +438,21 @@ class Group:
 
     @together("a plan")
     def _from_all(self, own: tuple[T | None, str]) -> list[tuple[T | None, str]]:
-        found = [own] * dist.get_world_size(self.place.everyone)
-        dist.all_gather_object(found, own, self.place.everyone)
-        return found
+        return exchange.gathered(own, self.place.everyone)
 
     @together("layers that move")
     def passed(self, tree: Any, source: int, target: int) -> Any:
-        shapes = [Shape.of(tree)]
         if self.rank == source:
-            dist.send_object_list(shapes, self._global(target), self.group)
-            buffer = wire.Packing.of(shapes[0].forms).pack(trees.tensors(tree))
+            shape = Shape.of(tree)
+            exchange.send(shape.described, target, self.group)
+            buffer = wire.Packing.of(shape.forms).pack(trees.tensors(tree))
             dist.send(buffer, self._global(target), self.group)
             return None
-        dist.recv_object_list(shapes, self._global(source), self.group)
-        packing = wire.Packing.of(shapes[0].forms)
+        shape = Shape.from_description(exchange.receive(source, self.group))
+        packing = wire.Packing.of(shape.forms)
         buffer = packing.empty()
         dist.recv(buffer, self._global(source), self.group)
-        return shapes[0].around(packing.unpack(buffer)[0])
+        return shape.around(packing.unpack(buffer)[0])
 
     @together("the weights of a stage")
     def share_with_siblings(self, tensors: Iterable[Tensor]) -> None:
@@ -449,6 +460,14 @@ class Group:
         if siblings is not None and dist.get_world_size(siblings) > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.data, dist.get_global_rank(siblings, 0), siblings)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.place.watch.note(error)
+            raise
 
     @property
     def _is_first_of_stage(self) -> bool:
@@ -461,9 +480,7 @@ class Group:
 
     def _gathered(self, own: T) -> list[T]:
         """By rank, what each of them has."""
-        found = [own] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, own, self.group)
-        return found
+        return exchange.gathered(own, self.group)
 
     def _broadcast(
         self, tensors: Sequence[Tensor | None], forms: Sequence[Form], source: int

@@ -8,8 +8,7 @@ The rank itself waits only at its mailbox, where a failure of another rank reach
 
 from __future__ import annotations
 
-import os
-import pickle
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,17 +31,17 @@ from stageline.runtime import wire
 from stageline.runtime.ahead import sent_as
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import Running, failure_text, segments_to_drain
+from stageline.runtime.encoding import encode
+from stageline.runtime.exchange import as_tensor, from_tensor
 from stageline.runtime.executor import Executor, Message, Parcel, Step, Stream
 from stageline.runtime.late_clipping import Norms
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
-from stageline.runtime.watch import NO_ANSWER, Watch
+from stageline.runtime.watch import Watch
 from stageline.schedules.action import NO_VERSION, Action, Kind
 
-SILENCE = 3.0  # seconds after which a rank counts as silent; it should be heard twice a second
 UNKNOWN = 0  # tag of messages whose form only the sender knows
 SMALL = 2**20  # bytes of messages that may be held a little longer than they need
-GRACE = 3.0  # seconds in which a rank that failed can say why, after its connection broke
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Layout:
         """One tensor that is not in a tree: that is most messages."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        return self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
+        return self.shapes[0].tree.type is None and len(self.shapes[0].forms) == 1
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
@@ -151,7 +150,8 @@ class Incoming:
         self._receive(length, peer)
         header = torch.empty(int(length), dtype=torch.uint8)
         self._receive(header, peer)
-        layout = replace(layout, shapes=pickle.loads(header.numpy().tobytes()))
+        shapes = tuple(map(Shape.from_description, from_tensor(header)))
+        layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
         self.early[send] = _message(layout, buffer)
@@ -196,7 +196,8 @@ class Outgoing:
         tensors = layout.tensors(contents)
         if layout.shapes is None:
             layout = replace(layout, shapes=_actual_shapes(layout, contents))
-            header = torch.frombuffer(bytearray(pickle.dumps(layout.shapes)), dtype=torch.uint8)
+            described = tuple(shape.described for shape in layout.shapes or ())
+            header = as_tensor(encode(described))
             self._post(peer, torch.tensor([len(header)]), UNKNOWN)
             self._post(peer, header, UNKNOWN)
             self._post(peer, layout.packing.pack(tensors), UNKNOWN)
@@ -243,7 +244,6 @@ def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape
 class Standing:
     """Where a rank is, for others to see."""
 
-    name: str
     step: int | None = None
     action: Action | None = None
 
@@ -252,9 +252,6 @@ class Standing:
         if self.step is None:
             return "its start"
         return f"{self.action or 'the end'} of step {self.step}"
-
-    def words(self) -> str:
-        return f"{self.name} at {self.where}"
 
 
 class Processes:
@@ -274,22 +271,24 @@ class Processes:
         self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
         self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
-        replica = f" of replica {place.replica}" if place.num_replicas > 1 else ""
-        self.at = Standing(f"rank {self.rank}{replica}")
-        number, count = dist.get_rank(place.everyone), dist.get_world_size(place.everyone)
-        # if another rank has failed, this one must not go on waiting
-        self.watch = Watch(store_for(place), number, count, self.at.words, place.hang_up)
+        self.at = Standing()
+        self.watch = place.watch
+        self.watch.where = lambda at=self.at: at.where  # type: ignore[misc]  # it takes nothing
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
 
     def start(self, executor: Executor, stream: Stream) -> Running:
-        if not self.end.alive:
-            raise ModelError(
-                "the pipeline is closed, by close() or because a rank failed: build another, or "
-                "start again from a checkpoint"
-            )
+        self.check()
+        self.watch.notice = ""
         return OneRank(self, executor, stream)
+
+    def check(self) -> None:
+        """Raise if nothing can be done any more."""
+        if self.watch.failure is not None:
+            raise self._failed(self.watch.failure)
+        if not self.end.alive:
+            raise ModelError("the pipeline is closed: build another, and load a checkpoint into it")
 
     def run(self, executor: Executor, segment: int, stream: Stream, transport: Network) -> None:
         """A segment of the one rank that is here."""
@@ -320,18 +319,33 @@ class Processes:
             raise self._failed(told) from error
 
     @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Around what all ranks do together, such as norms; who does not take part is told."""
+    def guarded(self, what: str, task: str | None = None) -> Iterator[None]:
+        """Around what all ranks do together, such as norms: if one does not take part, all raise.
+
+        It is told which one that is. `task` names what may keep a rank busy for long.
+        """
+        self.check()
         try:
-            yield
+            with self.watch.waiting(what, task):
+                yield
         except StagelineError:
             raise
-        except RuntimeError as error:  # a connection broke, or the time is over
-            told = self.watch.wait_for_failure(GRACE) or self.watch.tell(
-                f"rank {self.rank} waited in vain for others to share {what}{self._positions()}\n"
-                f"  {error}"
+        except RuntimeError as error:  # a connection broke, or the watch has ended the wait
+            raise self._failed(
+                self.watch.cause_of(
+                    f"its connection broke while {self.watch.name} waited for all ranks to share "
+                    f"{what} ({_in_short(error)})"
+                )
+            ) from None
+        except BaseException as error:
+            # others are in the middle of it too, so nothing that follows would fit together
+            self._failed(
+                self.watch.tell(
+                    f"{self.watch.name} was interrupted while all ranks shared {what}\n"
+                    f"  {type(error).__name__}: {error}"
+                )
             )
-            raise self._failed(told) from None
+            raise
 
     def _failed(self, text: str) -> StageError:
         """Hang up on everyone, so that no thread of theirs or ours goes on waiting."""
@@ -341,26 +355,19 @@ class Processes:
 
     def _loss_of(self, lost: Lost) -> str:
         """Who failed first, if it says so in time."""
-        if not self.watch.has_answer:
-            return NO_ANSWER
-        return self.watch.wait_for_failure(GRACE) or self.watch.tell(
-            f"rank {lost.rank} is gone: its connection broke while rank {self.rank} was at "
-            f"{self.at.where}{self._positions()}\n  {lost}"
+        return self.watch.cause_of(
+            f"its connection broke while {self.watch.name} was at {self.at.where} "
+            f"({_in_short(lost)})",
+            dist.get_group_rank(
+                self.place.everyone, dist.get_global_rank(self.place.pipeline, lost.rank)
+            ),
         )
 
     def _overdue(self, need: Action) -> str:
         return self.watch.tell(
-            f"rank {self.rank} has waited {self.limit:g} s for {need}, longer than it should"
-            f"{self._positions()}"
+            f"{self.watch.name} has waited {self.limit:g} s for {need}, longer than it should"
+            f"{self.watch.silent_ranks()}{self.watch.positions()}"
         )
-
-    def _positions(self) -> str:
-        """Where each rank stands; one that does not say so any more has stopped answering."""
-        parts = []
-        for where, ago in self.watch.positions().values():
-            silence = f" (silent for {ago:.0f} s)" if ago > SILENCE else ""
-            parts.append(f"{where}{silence}")
-        return f"\n  {', '.join(parts)}" if parts else ""
 
     def ways(self, executor: Executor, step: Step) -> dict[Action, Way]:
         """By send, of this rank or to it. Batches of the same shapes go the same ways, for as long
@@ -419,8 +426,13 @@ def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _end(watch: Watch, outgoing: Outgoing) -> None:
-    watch.close()
+    watch.leave()
     outgoing.close()
+
+
+def _in_short(error: BaseException) -> str:
+    """Return the first sentence: before it gloo has a place in C++, and behind it advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
 class Network:
@@ -498,12 +510,3 @@ class OneRank:
     def drain(self) -> None:
         for segment in segments_to_drain(self.stream):
             self.home.run(self.executor, segment, self.stream, self.network)
-
-
-def store_for(place: Place) -> dist.distributed_c10d.Store:
-    """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
-    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
-    store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}", whole)
-    made = store.add(f"made/{dist.get_rank(place.everyone)}", 1)
-    return dist.distributed_c10d.PrefixStore(f"pipeline/{made}", store)

@@ -40,7 +40,7 @@ def signature(
         "seed": f"{step.seed}, step {step.number}",
         "batch": str(batch),
         "data": _digest([_numbers(part) for part in (*step.inputs, *step.targets)]),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

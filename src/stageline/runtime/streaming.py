@@ -48,8 +48,16 @@ def finished(
     except BaseException:
         running.drain()
         raise
-    running.drain()
+    _drain(running, error)
     while waiting:
         yield stream.steps.pop(waiting.popleft())
     if error is not None:
         raise error
+
+
+def _drain(running: Running, error: Exception | None) -> None:
+    """If only this rank's loader raised, the rest cannot be finished, and its error counts."""
+    try:
+        running.drain()
+    except StageError as failure:
+        raise error or failure from failure

@@ -1,16 +1,23 @@
 """How ranks in several processes learn of each other's failures: through the rendezvous' store.
 
-A rank that fails says so there before it raises. Every rank has a thread that looks there, and that
-tells where its own rank stands, so that a rank which has stopped answering can be named by others.
+    heartbeat   every rank writes twice a second where it stands; a rank that is silent is named
+    failure     a rank that fails says why before it raises; the first one to say so is believed
+    farewell    a rank that leaves says so, and which exception ended its program, if one did
+
+Two threads of a process do this. One talks to the store, which may block if the network is down.
+The other one talks to nobody: it ends waits that have taken too long, whatever the store does.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
-from threading import Event, Thread
-from time import time
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread, main_thread
+from time import monotonic, sleep, time
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -18,28 +25,85 @@ import torch.distributed as dist
 FAILURE = "failure"
 PAUSE = 0.5  # seconds between two looks
 ANSWER = 2.0  # seconds that the store has for an answer, once something is wrong
+GRACE = 3.0  # seconds in which a rank that failed can say why, after its connection broke
+SILENCE = 3.0  # seconds after which a rank is called silent; it should be heard twice a second
+START_UP = 300.0  # seconds that a rank may be later than the others, until their first exchange
+PATIENCE = 600.0  # seconds that a rank may take longer than others for a checkpoint, while it lives
+MANY = 64  # ranks; more of them look at each other less often, for the sake of the store
 NO_ANSWER = "the rendezvous' store does not answer: is the network down?"
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What a rank said last."""
+
+    where: str = ""
+    time: float = 0.0  # of its clock
+    tasks: tuple[str, ...] = ()  # that it takes part in, and that may take long
+    waits: tuple[str, ...] = ()  # what it waits for others to share
+    is_starting: bool = False
+
+
+@dataclass
+class Wait:
+    """Of one thread, for all other ranks to take part in something."""
+
+    what: str
+    task: str | None  # those who take part in it may take longer than the limit
+    begun: float = field(default_factory=monotonic)
+    since: float = field(default_factory=monotonic)  # when somebody was last seen to be missing
+
+
 class Watch:
-    """State: the first failure that was told, if any, and whether the store still answers."""
+    """State: what others said last, what is waited for, and the first failure that was told."""
 
     def __init__(
         self,
         store: dist.distributed_c10d.Store,
+        names: Sequence[str],
         rank: int,
-        num_ranks: int,
-        where: Callable[[], str],
-        stop: Callable[[], None],
+        limit: float,
     ) -> None:
-        self.store, self.rank, self.num_ranks = store, rank, num_ranks
-        self.where, self.stop = where, stop
+        self.store, self.names, self.rank, self.limit = store, names, rank, limit
+        self.others = [other for other in range(len(names)) if other != rank]
+        self.where: Callable[[], str] = lambda: "its start"
+        self.stop: Callable[[], None] = lambda: None  # ends all waits of this process
         self.failure: str | None = None
         self.has_answer = True  # from the store
+        self.is_starting = True
+        self.tasks: list[str] = []
+        self.waits: dict[int, Wait] = {}
+        self.heard: dict[int, Heard] = {}
+        self.changed: dict[int, float] = {}  # when another rank was last seen to be alive
+        self.notice = ""  # what the user's code raised, if it did
         self.is_over = Event()
-        self.thread = Thread(target=self._look, name="stageline-watch", daemon=True)
-        self.thread.start()
+        self.last_words: str | None = None
+        self.outlasts = False  # the store must not end before others have heard the last words
+        self.threads = [
+            Thread(target=target, name="stageline-watch", daemon=True)
+            for target in (self._look, self._judge)
+        ]
+
+    @property
+    def name(self) -> str:
+        return self.names[self.rank]
+
+    def start(self) -> None:
+        """Wait until all ranks are here; raises `TimeoutError` with the names of those missing."""
+        for thread in self.threads:
+            thread.start()
+        end = monotonic() + max(START_UP, self.limit)
+        missing = self.others
+        try:
+            self._say()
+            while missing and self.failure is None and self.has_answer:
+                missing = [rank for rank in missing if not self.store.check([_at(rank)])]
+                if missing and monotonic() >= end:
+                    raise TimeoutError(", ".join(self.names[rank] for rank in missing))
+                sleep(PAUSE / 10 if missing else 0)
+        except RuntimeError:
+            self.has_answer = False
 
     def tell(self, failure: str) -> str:
         """All ranks raise what was told first, also those that fail because of it."""
@@ -47,44 +111,218 @@ class Watch:
         def ask() -> str:
             return self.store.compare_set(FAILURE, "", failure).decode()
 
-        self.failure = _within(ANSWER, ask) or f"{failure}\n  {NO_ANSWER}"
+        if self.failure is None:
+            answer = _within(ANSWER, ask) if self.has_answer else None
+            self.failure = answer or f"{failure}\n  {self._no_answer()}"
         return self.failure
 
-    def wait_for_failure(self, seconds: float) -> str | None:
-        """For a rank that has lost another: who failed usually says why a moment later."""
-        end = time() + seconds
-        while self.failure is None and time() < end:
-            self.is_over.wait(PAUSE / 5)
-        return self.failure
+    def note(self, error: BaseException) -> None:
+        """Others that wait for this rank should know what happened to it."""
+        self.notice = f", left by {type(error).__name__}: {_text(error)}"
 
-    def positions(self) -> dict[int, tuple[str, float]]:
-        """Where each rank was last, and how many seconds ago it said so."""
-        return _within(ANSWER, self._positions) or {}
+    @contextmanager
+    def waiting(self, what: str, task: str | None = None) -> Iterator[None]:
+        """Around a wait for all other ranks; it is ended if one of them does not take part.
 
-    def _positions(self) -> dict[int, tuple[str, float]]:
-        found = {}
-        for rank in range(self.num_ranks):
-            key = _at(rank)
-            if self.store.check([key]):
-                where, when = json.loads(self.store.get(key))
-                found[rank] = where, max(0.0, time() - when)
-        return found
+        Ranks that take part in the same `task` may be at work on it for longer than the limit.
+        """
+        wait = Wait(what, task)
+        self.waits[id(wait)] = wait
+        try:
+            yield
+        finally:
+            del self.waits[id(wait)]
 
-    def close(self) -> None:
-        self.is_over.set()
-        self.thread.join(ANSWER)
+    @contextmanager
+    def taking_part(self, task: str) -> Iterator[None]:
+        """Around something that may take long, and for which the others wait."""
+        self.tasks.append(task)
+        try:
+            yield
+        finally:
+            self.tasks.remove(task)
+
+    def cause_of(self, broken: str, suspect: int | None = None) -> str:
+        """Why a connection broke: what a rank has told, or else which of them is gone.
+
+        `suspect` is the rank at its other end, if that is known.
+        """
+        begun, before = monotonic(), _within(ANSWER, self._listen) or {}
+        while self.failure is None and self.has_answer and monotonic() < begun + GRACE:
+            if gone := [rank for rank in self.others if self._farewell(rank)]:
+                return self._tell_gone(gone, broken)
+            sleep(PAUSE / 2)
+        if self.failure is not None:
+            return self.failure
+        now = (_within(ANSWER, self._listen) if self.has_answer else None) or {}
+        gone = [rank for rank in self.others if now and now.get(rank) == before.get(rank)]
+        return self._tell_gone(gone or [suspect] if suspect is not None else gone, broken)
+
+    def silent_ranks(self) -> str:
+        """Who has not been heard lately, for an error; an empty text if there is nobody."""
+        found = _within(ANSWER, self._listen) or {}
+        silent = [r for r, heard in found.items() if time() - heard.time > SILENCE]
+        names = ", ".join(self.names[rank] for rank in sorted(silent))
+        return f": {names} {'have' if len(silent) > 1 else 'has'} not answered" if names else ""
+
+    def positions(self) -> str:
+        """Where each rank stands, and how long ago it said so; an empty text if nobody knows."""
+        found = (_within(ANSWER, self._listen) if self.has_answer else None) or {}
+        parts = []
+        for rank, heard in sorted(found.items()):
+            ago = time() - heard.time
+            silence = f" (silent for {ago:.0f} s)" if ago > SILENCE and rank != self.rank else ""
+            waits = "".join(f", sharing {what}" for what in heard.waits)
+            parts.append(f"{self.names[rank]} at {heard.where}{waits}{silence}")
+        return f"\n  {', '.join(parts)}" if parts else ""
+
+    def leave(self) -> None:
+        """Say that this rank takes part no longer, and what has ended its program."""
+        if not self.is_over.is_set():
+            is_ending = not main_thread().is_alive()
+            self.last_words = self.failure or (
+                _end_of_program() if is_ending else "it has closed its pipeline"
+            )
+            self.outlasts = self.holds_store and (is_ending or self.failure is not None)
+            self.is_over.set()
+        for thread in self.threads:
+            if thread.is_alive():
+                thread.join(2 * ANSWER)
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether this process has the store for all of them, as without torchrun the first has."""
+        return dist.is_initialized() and dist.get_rank() == 0 and not _has_agent_store()
+
+    def _say_farewell(self) -> None:
+        """If the store is in this process, it stays until the others have heard it, or have left.
+
+        No thread can be started at the end of a program, so this is the watch's own.
+        """
+        with suppress(RuntimeError):
+            self.store.set(_left(self.rank), self.last_words or "")
+            end = monotonic() + 2 * PAUSE
+            keys = [_left(rank) for rank in self.others]
+            while self.outlasts and monotonic() < end and not self.store.check(keys):
+                sleep(PAUSE / 10)
+
+    def _tell_gone(self, gone: Sequence[int], broken: str) -> str:
+        names = ", ".join(self.names[rank] for rank in gone) or "another rank"
+        words = [text for rank in gone if (text := self._farewell(rank))]
+        reasons = "".join(f"\n  {text}" for text in dict.fromkeys(words))
+        verb = "are" if len(gone) > 1 else "is"
+        return self.tell(f"{names} {verb} gone: {broken}{reasons}{self.positions()}")
+
+    def _farewell(self, rank: int) -> str | None:
+        def ask() -> str:
+            key = _left(rank)
+            return self.store.get(key).decode() if self.store.check([key]) else ""
+
+        text = _within(ANSWER, ask)
+        return f"{self.names[rank]}: {text}" if text else None
+
+    def _listen(self) -> dict[int, Heard]:
+        """What all ranks said last."""
+        keys = {rank: _at(rank) for rank in range(len(self.names))}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(there.values()))
+        return {rank: _heard(json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+
+    def _say(self) -> None:
+        waits = [wait.what for wait in list(self.waits.values())]
+        where = self.where() + self.notice
+        said = (where, time(), self.tasks, waits, self.is_starting)
+        self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
+        next_listen = 0.0
         while not self.is_over.wait(PAUSE):
             try:
-                self.store.set(_at(self.rank), json.dumps((self.where(), time())))
+                self._say()
                 if self.failure is None and self.store.check([FAILURE]):
                     self.failure = self.store.get(FAILURE).decode()
                     self.stop()
+                if self._is_wait_long() and monotonic() >= next_listen:
+                    self._note(self._listen())
+                    next_listen = monotonic() + PAUSE * (len(self.names) // MANY)
             except RuntimeError:  # the store's own process has ended
                 self.has_answer = False
                 self.stop()
                 return
+        self._say_farewell()
+
+    def _is_wait_long(self) -> bool:
+        """Only then others are looked at: most waits are over in milliseconds."""
+        return any(monotonic() - wait.begun > self.limit / 4 for wait in list(self.waits.values()))
+
+    def _note(self, found: dict[int, Heard]) -> None:
+        for rank, heard in found.items():
+            if rank in self.heard and heard != self.heard[rank]:
+                self.changed[rank] = monotonic()
+            self.heard[rank] = heard
+
+    def _judge(self) -> None:
+        while not self.is_over.wait(PAUSE / 2):
+            for wait in list(self.waits.values()):
+                text = self._judgement(wait) if self.failure is None else None
+                if text is not None:
+                    self.tell(text)
+                    self.stop()
+
+    def _judgement(self, wait: Wait) -> str | None:
+        """What to tell of a wait that has taken too long; None: it may go on."""
+        now = monotonic()
+        last = {rank: max(wait.begun, self.changed.get(rank, 0.0)) for rank in self.others}
+        silent = [rank for rank in self.others if now - last[rank] >= self.limit]
+        heard = {rank: self.heard.get(rank, Heard()) for rank in self.others}
+        starting = [rank for rank in self.others if heard[rank].is_starting]
+        busy = [rank for rank in self.others if wait.task and wait.task in heard[rank].tasks]
+        longest = max(self.limit, START_UP if starting else PATIENCE)
+        is_excused = len({*starting, *busy}) == len(self.others) or bool(starting)
+        if not silent and is_excused and now - wait.begun < longest:
+            wait.since = now
+        if not silent and now - wait.since < self.limit:
+            return None
+        absent = silent or [
+            rank for rank in self.others if rank not in busy and wait.what not in heard[rank].waits
+        ]
+        names = ", ".join(self.names[rank] for rank in absent or self.others)
+        have = "have" if len(absent) > 1 else "has"
+        how = f"{names} {have} not " + ("answered" if silent else "taken part")
+        return (
+            f"{self.name} has waited {now - wait.begun:.0f} s for all ranks to share {wait.what}, "
+            f"longer than it should: {how}{self.positions()}"
+        )
+
+    def _no_answer(self) -> str:
+        if _has_agent_store():
+            return NO_ANSWER
+        return f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended."
+
+
+def _heard(said: tuple[str, float, list[str], list[str], bool]) -> Heard:
+    where, when, tasks, waits, is_starting = said
+    return Heard(where, when, tuple(tasks), tuple(waits), is_starting)
+
+
+def _end_of_program() -> str:
+    """What ended it, in the words of the exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return "its program has ended"
+    return f"its program was ended by {type(error).__name__}: {_text(error)}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be shown)"
+
+
+def _has_agent_store() -> bool:
+    """Whether torchrun holds the store, which then outlives the processes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
@@ -103,3 +341,7 @@ def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
 
 def _at(rank: int) -> str:
     return f"at/{rank}"
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"

@@ -188,7 +188,8 @@ def fit(
         tell = desk_of(pipe).agreed(
             lambda: _listeners(around, run, steps, done, tensorboard=tensorboard)
         )
-        return _train(run, loader, range(done + 1, steps + 1), position, tell)
+        with pipe.peers.noted():
+            return _train(run, loader, range(done + 1, steps + 1), position, tell)
 
 
 def _check(run: Run, steps: int, *, tensorboard: bool) -> None:

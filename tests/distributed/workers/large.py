@@ -29,7 +29,8 @@ def main(num_ranks: str) -> None:
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
     batch = torch.ones(4, WIDTH)
     # with gradients the model has 768 MiB, half of it 384
-    resource.setrlimit(resource.RLIMIT_DATA, (data_in_use() + 600 * MEBIBYTE,) * 2)
+    # (the stacks of the threads count as well, 8 MiB each)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_in_use() + 660 * MEBIBYTE,) * 2)
     pipe = sl.Pipeline(layers, nn.functional.mse_loss, num_ranks=int(num_ranks), num_microbatches=2)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     losses = []
