@@ -279,14 +279,19 @@ class Pipeline:
                 f"the pipeline was called in training, but {self.schedule.name!r} needs its loss: "
                 "use pipe.run(loader), or pipe.eval() for outputs"
             )
-        step = self._start(inputs, named, self._pieces(inputs, named))
+        given = named_inputs(self.layers, inputs, named)
+        pieces = self._pieces(given)
+        step = self._start(given, pieces)
         step.purpose = Purpose.FILL if is_trained else Purpose.EVALUATE
         self._run(step)
         self.num_steps += is_trained
         made = [step.outputs[i] for i in range(len(step.inputs))] if step.outputs else None
-        outputs = self.peers.output(made)
-        joined = microbatches.join(outputs)
-        return self._connected(step, outputs, joined) if is_trained else joined
+        have_gradients = [[t.requires_grad for t in trees.tensors(output)] for output in made or ()]
+        plain = trees.map_leaves(trees.without_graph, made)
+        outputs, have_gradients = self.peers.output((plain, have_gradients))
+        if is_trained and any(map(any, have_gradients)):
+            return self._connected(step, outputs, have_gradients, pieces)
+        return microbatches.join(outputs, pieces)
 
     def verify(self, inputs: Any, target: Any, **named: Any) -> None:
         """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
@@ -300,7 +305,8 @@ class Pipeline:
                 "plain loop, by design: verify a synchronous schedule of the same model"
             )
         self._check_idle()
-        inputs, target, named = detached((inputs, target, named))
+        given = named_inputs(self.layers, inputs, named)
+        inputs, target, named = detached((given, target, {}))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
                 "a part of the model is on the meta device, but verify needs the whole of it here: "
@@ -664,17 +670,18 @@ class Pipeline:
             stage.silent.trusts &= trusts
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
-        pieces = self._pieces(inputs, named, target)
+        given = named_inputs(self.layers, inputs, named)
+        pieces = self._pieces(given, target)
         targets = microbatches.cut(target, pieces)
         weights = self._weights(pieces, targets)
-        step = self._start(inputs, named, pieces)
+        step = self._start(given, pieces)
         parts = zip(targets, weights, strict=True)
         step.targets = [Target(self.loss_fn, part, weight) for part, weight in parts]
         return step
 
-    def _start(self, inputs: Any, named: Mapping[str, Any], pieces: list[int]) -> Step:
+    def _start(self, given: dict[str, Any], pieces: list[int]) -> Step:
         with torch.enable_grad():  # inputs may come from a graph of the caller's
-            parts = microbatches.cut(named_inputs(self.layers, inputs, named), pieces)
+            parts = microbatches.cut(given, pieces)
         first = self.peers.replica * self.schedule.num_microbatches
         return Step(parts, self.seed, self.num_steps, first, Ambient.here())
 
@@ -709,9 +716,15 @@ class Pipeline:
         if wanted:
             engine.backward(*zip(*wanted, strict=True))
 
-    def _connected(self, step: Step, outputs: list[Any], joined: Any) -> Any:
+    def _connected(
+        self, step: Step, outputs: list[Any], have_gradients: list[list[bool]], pieces: list[int]
+    ) -> Any:
         """The joined outputs as part of the caller's graph."""
-        lengths = [[len(tensor) for tensor in trees.tensors(output)] for output in outputs]
+        joined = microbatches.join(outputs, pieces)
+        splits = [
+            microbatches.splitter(column, pieces)
+            for column in zip(*map(trees.tensors, outputs), strict=True)
+        ]
         stages = self.executor.stages
 
         def drain(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -724,8 +737,8 @@ class Pipeline:
                 )
             step.purpose = Purpose.DRAIN
             columns = [
-                [None] * len(lengths) if gradient is None else torch.split(gradient, list(column))
-                for gradient, column in zip(gradients, zip(*lengths, strict=True), strict=True)
+                [None] * len(pieces) if gradient is None else split(gradient)
+                for gradient, split in zip(gradients, splits, strict=True)
             ]
             step.output_gradients = [
                 {self.layers.output: [(len(self.layers), list(row))]}
@@ -736,7 +749,9 @@ class Pipeline:
             return [gradient for _, gradient in _wanted(step)]
 
         inputs = [t for part in step.inputs for t in trees.tensors(part) if t.requires_grad]
-        fresh = iter(connected(trees.tensors(joined), inputs, drain))
+        weights = [p for p in self.parameters() if p.requires_grad and not p.is_meta]
+        have_one = [any(column) for column in zip(*have_gradients, strict=True)]
+        fresh = iter(connected(trees.tensors(joined), have_one, inputs, weights, drain))
         return trees.map_leaves(
             lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, joined
         )

@@ -356,9 +356,9 @@ def test_an_error_without_words_ends_the_step_too() -> None:
     pipe.close()
 
 
-@dataclass
 class Wrapped:
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class Wrap(nn.Module):
