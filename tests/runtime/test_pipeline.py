@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest

@@ -44,7 +44,7 @@ def connected(
     """Return outputs whose gradients go into `drain`, which gives back those of the inputs."""
     # where gradients are added to .grad this way brings None, and hooks would be called with it
     reached = tuple(weight for weight in weights if not _has_hooks(weight))
-    anchor = torch.empty(0, requires_grad=True)  # there may be neither inputs nor weights
+    anchor = torch.empty(0, requires_grad=True)  # also: there may be neither inputs nor weights
     about = tuple(outputs), have_gradients, tuple(weights), reached, drain
     return _Connected.apply(about, anchor, *inputs, *reached)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -66,7 +66,9 @@ class _Connected(torch.autograd.Function):
                 "gradients of gradients were asked for through a pipeline's output, but it has "
                 "none: take them of a plain model, or leave create_graph=True away"
             )
-        asked = {weight: _asked(weight) for weight in ctx.weights}
+        # what nobody can ask for by name: it is wanted if all of the graph is
+        is_all = _WILL_EXECUTE is None or _WILL_EXECUTE(ctx.next_functions[0][0])
+        asked = {weight: Asked.ADDED if is_all else _asked(weight) for weight in ctx.weights}
         aside = [weight for weight, what in asked.items() if what is not Asked.ADDED]
         with _set_aside(aside):
             of_inputs = ctx.drain(gradients)
@@ -76,8 +78,7 @@ class _Connected(torch.autograd.Function):
 
 def _asked(weight: nn.Parameter) -> Asked:
     """Return what the engine that is at work wants of a weight."""
-    if _WILL_EXECUTE is None:
-        return Asked.ADDED
+    assert _WILL_EXECUTE is not None  # otherwise nobody knows
     try:
         is_wanted = _WILL_EXECUTE(get_gradient_edge(weight).node)
     except RuntimeError:  # its answer for a leaf whose gradient autograd.grad returns

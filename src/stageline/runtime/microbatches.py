@@ -198,14 +198,16 @@ def _is_same(a: Any, b: Any) -> bool:
     return isinstance(a, trees.PLAIN) and bool(a == b)
 
 
-def _refuse_containers(spec: Spec, other: Spec, place: str, number: int) -> None:
+def _refuse_containers(spec: Spec, other: Spec, place: str, number: int) -> NoReturn:
     """Name the first place where two trees differ."""
-    if (spec.type, spec.context) != (other.type, other.context) or len(spec.children) != len(
-        other.children
-    ):
+    parts = zip(spec.children, other.children, strict=False)
+    differing = [i for i, (child, another) in enumerate(parts) if child != another]
+    is_alike = (spec.type, spec.context) == (other.type, other.context)
+    if not is_alike or len(spec.children) != len(other.children) or not differing:
         _refuse(f"{_container(spec)} in micro-batch 0 and {_container(other)} in {number}", place)
-    for name, child, another in zip(trees.names(spec), spec.children, other.children, strict=True):
-        _refuse_containers(child, another, place + name, number)
+    first = differing[0]
+    place += trees.names(spec)[first]
+    _refuse_containers(spec.children[first], other.children[first], place, number)
 
 
 def _container(spec: Spec) -> str:
