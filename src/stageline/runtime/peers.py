@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError, PlanError
 from stageline.runtime import trees, wire
@@ -362,8 +361,7 @@ class Group:
         shapes: list[Any] = [Shape.of(made) if self.rank == self.last else None]
         dist.broadcast_object_list(shapes, self._global(self.last), self.group)
         shape: Shape = shapes[0]
-        leaves = pytree.tree_leaves(made) if self.rank == self.last else shape.leaves
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = trees.tensors(made) if self.rank == self.last else []
         return shape.around(self._broadcast(tensors, shape.forms, self.last))
 
     @together("a trace")

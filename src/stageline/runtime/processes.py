@@ -69,7 +69,7 @@ class Layout:
         """One tensor that is not in a tree, and has one reader: that is most messages."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        is_tensor = self.shapes[0].tree.is_leaf() and len(self.shapes[0].forms) == 1
+        is_tensor = self.shapes[0].tree.type is None and len(self.shapes[0].forms) == 1
         return is_tensor and all(len(row) == 1 for row in self.readers)
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+from stageline.runtime import trees
 from stageline.runtime.ambient import Ambient
 
 
@@ -42,18 +42,14 @@ class Shape(NamedTuple):
     """A value without its data: a form for each tensor, everything else as it is."""
 
     leaves: tuple[Any, ...]
-    tree: pytree.TreeSpec
+    tree: trees.Spec
 
     @staticmethod
     def of(value: Any) -> Shape:
-        leaves, tree = pytree.tree_flatten(value)
+        leaves, tree = trees.flatten(value)
         return Shape(
             tuple(Form.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Trees have a text form of their own, and warn if they are pickled."""
-        return _shape, (self.leaves, pytree.treespec_dumps(self.tree))
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -63,11 +59,7 @@ class Shape(NamedTuple):
         """The value again, with a tensor for each form."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.tree)
-
-
-def _shape(leaves: tuple[Any, ...], tree: str) -> Shape:
-    return Shape(leaves, pytree.treespec_loads(tree))
+        return trees.unflatten(leaves, self.tree)
 
 
 def value_shapes(
@@ -105,7 +97,7 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
 
 def _fake(tree: Any) -> Any:
     """Called inside of a FakeTensorMode, where new tensors have no data."""
-    return pytree.tree_map(lambda item: _empty(item) if isinstance(item, Tensor) else item, tree)
+    return trees.map_leaves(lambda item: _empty(item) if isinstance(item, Tensor) else item, tree)
 
 
 def _empty(tensor: Tensor) -> Tensor:
