@@ -33,7 +33,7 @@ from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace, gathered
 from stageline.runtime.guard import Guard
 from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
-from stageline.runtime.materialise import Init, materialise
+from stageline.runtime.materialise import Init, check_filled, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.microbatches import pair
 from stageline.runtime.move import (
@@ -180,7 +180,7 @@ class Pipeline:
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.homes = self._nearest(self.homes)
         places = self._places()
-        materialise(self.layers, places, places.__getitem__, seed, init)
+        self.blanks = materialise(self.layers, places, places.__getitem__, seed, init)
         self.tied = self._settle()
         self.peers.share_weights(self.tied, self.homes)
         self.peers.share_with_siblings(self.state_dict().values())
@@ -449,6 +449,8 @@ class Pipeline:
     def _agree(self, step: Step) -> None:
         """With other processes, once, that all are about to do the same."""
         if not self.has_agreed:
+            self.peers.everywhere(lambda: check_filled(self.layers, self._places(), self.blanks))
+            self.blanks = []
             cuts = self.balance, self.executor.recompute
             self.peers.agree(signature(self.schedule, self.layers, *cuts, step))
             self.has_agreed = True

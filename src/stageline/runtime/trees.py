@@ -108,25 +108,28 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf is an object with tensors or arrays in it, which nobody would see there.
+    """Whether a leaf is an object with tensors or arrays in it, which nobody would see there."""
+    if leaf is None or isinstance(leaf, (Tensor, *PLAIN)):
+        return False
+    return any(True for _ in inside(leaf))
+
+
+def inside(item: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays of any object, as far as its items and attributes lead.
 
     A module is not asked: its weights are its own.
     """
-    if leaf is None or isinstance(leaf, (Tensor, *PLAIN)):
-        return False
     seen: dict[int, Any] = {}
-    waiting = [leaf]
+    waiting = [item]
     while waiting:
-        item = waiting.pop()
-        if isinstance(item, Tensor) or (
-            hasattr(item, "__array__") and bool(getattr(item, "ndim", False))
-        ):
-            return True
-        is_deep = not isinstance(item, (*PLAIN, type, ModuleType, FunctionType, nn.Module))
-        if is_deep and id(item) not in seen:
-            seen[id(item)] = item
-            waiting += _held(item)
-    return False
+        found = waiting.pop()
+        is_array = hasattr(found, "__array__") and bool(getattr(found, "ndim", False))
+        is_deep = not isinstance(found, (*PLAIN, type, ModuleType, FunctionType, nn.Module))
+        if isinstance(found, Tensor) or (is_array and is_deep):
+            yield found
+        elif is_deep and id(found) not in seen:
+            seen[id(found)] = found
+            waiting += _held(found)
 
 
 def _held(item: Any) -> list[Any]:
