@@ -23,6 +23,7 @@ from stageline.model.split import cut
 from stageline.planning.plan import Plan, planned
 from stageline.planning.profile import Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.report.spans import Unmeasured
 from stageline.report.timeline import Timeline
 from stageline.runtime import engine, measured, microbatches, trees
 from stageline.runtime.ambient import Ambient
@@ -347,8 +348,13 @@ class Pipeline:
         return tuple(len(part) for part in self.cut)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch all layers to training, or to evaluation."""
+        """Switch all layers to training, or to evaluation.
+
+        A module that contains the layers, but was not itself given to the pipeline, is not known
+        here and keeps its own flag; its `train()` and `eval()` switch the layers just as well.
+        """
         self.model.train(mode)
+        self.layers.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -368,9 +374,8 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
-        """The measured timeline of the last step in the block, in ms; empty until it ends."""
-        nothing = ((),) * self.schedule.num_ranks
-        timeline = Timeline(nothing, self.schedule.placement, balance=self.balance)
+        """The measured timeline of the last step in the block, in ms; read it after the block."""
+        timeline = Timeline(Unmeasured(), self.schedule.placement, balance=self.balance)
         self._last, self.is_traced = None, True
         try:
             yield timeline
@@ -379,7 +384,9 @@ class Pipeline:
         self._measure(timeline, self._last)
 
     def _measure(self, timeline: Timeline, trace: Trace | None) -> None:
-        if trace is not None:
+        if trace is None:
+            measured.leave_empty(timeline, self.schedule.num_ranks)
+        else:
             trace = trace._replace(moments=self.peers.moments(trace.moments))
             measured.fill(timeline, trace, self.schedule, self.executor.period)
 
