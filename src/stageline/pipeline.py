@@ -679,6 +679,11 @@ class Pipeline:
             stage.silent.trusts &= trusts
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
+        if torch.is_inference_mode_enabled():
+            raise ModelError(
+                "a step was asked for in torch.inference_mode(), where nothing has a gradient: "
+                "leave it first, or call the pipeline for outputs"
+            )
         given = named_inputs(self.layers, inputs, named)
         pieces = self._pieces(given, target)
         targets = microbatches.cut(target, pieces)
