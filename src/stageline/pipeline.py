@@ -23,6 +23,7 @@ from stageline.model.split import cut
 from stageline.planning.plan import Plan, planned
 from stageline.planning.profile import Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.report.spans import Unmeasured
 from stageline.report.timeline import Timeline
 from stageline.runtime import engine, measured, microbatches, trees
 from stageline.runtime.ambient import Ambient
@@ -33,7 +34,7 @@ from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.guard import Guard
 from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
-from stageline.runtime.materialise import Init, materialise
+from stageline.runtime.materialise import Init, check_filled, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.microbatches import pair
 from stageline.runtime.move import (
@@ -180,7 +181,7 @@ class Pipeline:
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.homes = self._nearest(self.homes)
         places = self._places()
-        materialise(self.layers, places, places.__getitem__, seed, init)
+        self.blanks = materialise(self.layers, places, places.__getitem__, seed, init)
         self.tied = self._settle()
         self.peers.share_weights(self.tied, self.homes)
         self.peers.share_with_siblings(self.state_dict().values())
@@ -280,14 +281,19 @@ class Pipeline:
                 f"the pipeline was called in training, but {self.schedule.name!r} needs its loss: "
                 "use pipe.run(loader), or pipe.eval() for outputs"
             )
-        step = self._start(inputs, named, self._pieces(inputs, named))
+        given = named_inputs(self.layers, inputs, named)
+        pieces = self._pieces(given)
+        step = self._start(given, pieces)
         step.purpose = Purpose.FILL if is_trained else Purpose.EVALUATE
         self._run(step)
         self.num_steps += is_trained
         made = [step.outputs[i] for i in range(len(step.inputs))] if step.outputs else None
-        outputs = self.peers.output(made)
-        joined = microbatches.join(outputs)
-        return self._connected(step, outputs, joined) if is_trained else joined
+        have_gradients = [[t.requires_grad for t in trees.tensors(output)] for output in made or ()]
+        plain = trees.map_leaves(trees.without_graph, made)
+        outputs, have_gradients = self.peers.output((plain, have_gradients))
+        if is_trained and any(map(any, have_gradients)):
+            return self._connected(step, outputs, have_gradients, pieces)
+        return microbatches.join(outputs, pieces)
 
     def verify(self, inputs: Any, target: Any, **named: Any) -> None:
         """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
@@ -301,7 +307,8 @@ class Pipeline:
                 "plain loop, by design: verify a synchronous schedule of the same model"
             )
         self._check_idle()
-        inputs, target, named = detached((inputs, target, named))
+        given = named_inputs(self.layers, inputs, named)
+        inputs, target, named = detached((given, target, {}))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
                 "a part of the model is on the meta device, but verify needs the whole of it here: "
@@ -342,8 +349,13 @@ class Pipeline:
         return tuple(len(part) for part in self.cut)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch all layers to training, or to evaluation."""
+        """Switch all layers to training, or to evaluation.
+
+        A module that contains the layers, but was not itself given to the pipeline, is not known
+        here and keeps its own flag; its `train()` and `eval()` switch the layers just as well.
+        """
         self.model.train(mode)
+        self.layers.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -363,9 +375,8 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[Timeline]:
-        """The measured timeline of the last step in the block, in ms; empty until it ends."""
-        nothing = ((),) * self.schedule.num_ranks
-        timeline = Timeline(nothing, self.schedule.placement, balance=self.balance)
+        """The measured timeline of the last step in the block, in ms; read it after the block."""
+        timeline = Timeline(Unmeasured(), self.schedule.placement, balance=self.balance)
         self._last, self.is_traced = None, True
         try:
             yield timeline
@@ -374,7 +385,9 @@ class Pipeline:
         self._measure(timeline, self._last)
 
     def _measure(self, timeline: Timeline, trace: Trace | None) -> None:
-        if trace is not None:
+        if trace is None:
+            measured.leave_empty(timeline, self.schedule.num_ranks)
+        else:
             trace = trace._replace(moments=self.peers.moments(trace.moments))
             measured.fill(timeline, trace, self.schedule, self.executor.period)
 
@@ -446,6 +459,8 @@ class Pipeline:
     def _agree(self, step: Step) -> None:
         """With other processes, once, that all are about to do the same."""
         if not self.has_agreed:
+            self.peers.everywhere(lambda: check_filled(self.layers, self._places(), self.blanks))
+            self.blanks = []
             cuts = self.balance, self.executor.recompute
             self.peers.agree(signature(self.schedule, self.layers, *cuts, step))
             self.has_agreed = True
@@ -667,17 +682,23 @@ class Pipeline:
             stage.silent.trusts &= trusts
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
-        pieces = self._pieces(inputs, named, target)
+        if torch.is_inference_mode_enabled():
+            raise ModelError(
+                "a step was asked for in torch.inference_mode(), where nothing has a gradient: "
+                "leave it first, or call the pipeline for outputs"
+            )
+        given = named_inputs(self.layers, inputs, named)
+        pieces = self._pieces(given, target)
         targets = microbatches.cut(target, pieces)
         weights = self._weights(pieces, targets)
-        step = self._start(inputs, named, pieces)
+        step = self._start(given, pieces)
         parts = zip(targets, weights, strict=True)
         step.targets = [Target(self.loss_fn, part, weight) for part, weight in parts]
         return step
 
-    def _start(self, inputs: Any, named: Mapping[str, Any], pieces: list[int]) -> Step:
+    def _start(self, given: dict[str, Any], pieces: list[int]) -> Step:
         with torch.enable_grad():  # inputs may come from a graph of the caller's
-            parts = microbatches.cut(named_inputs(self.layers, inputs, named), pieces)
+            parts = microbatches.cut(given, pieces)
         first = self.peers.replica * self.schedule.num_microbatches
         return Step(parts, self.seed, self.num_steps, first, Ambient.here())
 
@@ -713,9 +734,15 @@ class Pipeline:
             roots = [engine.root(tensor, gradient) for tensor, gradient in wanted]
             engine.backward(roots, [gradient for _, gradient in wanted])
 
-    def _connected(self, step: Step, outputs: list[Any], joined: Any) -> Any:
+    def _connected(
+        self, step: Step, outputs: list[Any], have_gradients: list[list[bool]], pieces: list[int]
+    ) -> Any:
         """The joined outputs as part of the caller's graph."""
-        lengths = [[len(tensor) for tensor in trees.tensors(output)] for output in outputs]
+        joined = microbatches.join(outputs, pieces)
+        splits = [
+            microbatches.splitter(column, pieces)
+            for column in zip(*map(trees.tensors, outputs), strict=True)
+        ]
         stages = self.executor.stages
 
         def drain(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -728,8 +755,8 @@ class Pipeline:
                 )
             step.purpose = Purpose.DRAIN
             columns = [
-                [None] * len(lengths) if gradient is None else torch.split(gradient, list(column))
-                for gradient, column in zip(gradients, zip(*lengths, strict=True), strict=True)
+                [None] * len(pieces) if gradient is None else split(gradient)
+                for gradient, split in zip(gradients, splits, strict=True)
             ]
             step.output_gradients = [
                 {self.layers.output: list(row)} for row in zip(*columns, strict=True)
@@ -739,7 +766,9 @@ class Pipeline:
             return [gradient for _, gradient in _wanted(step)]
 
         inputs = [t for part in step.inputs for t in trees.tensors(part) if t.requires_grad]
-        fresh = iter(connected(trees.tensors(joined), inputs, drain))
+        weights = [p for p in self.parameters() if p.requires_grad and not p.is_meta]
+        have_one = [any(column) for column in zip(*have_gradients, strict=True)]
+        fresh = iter(connected(trees.tensors(joined), have_one, inputs, weights, drain))
         return trees.map_leaves(
             lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, joined
         )

@@ -31,7 +31,10 @@ def launch(
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """By rank. Who has not ended when the time is over is killed."""
+    """By rank. Who has not ended when the time is over is killed.
+
+    Hashes of text differ from rank to rank, as they do under torchrun, and always in the same way.
+    """
     start = monotonic()
     port = str(free_port())
     processes = []
@@ -40,6 +43,7 @@ def launch(
             own = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
             own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
             own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
+            own |= {"PYTHONHASHSEED": str(rank + 1)}
             processes.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKERS / f"{worker}.py"), *arguments],

@@ -18,6 +18,12 @@ def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> Non
         assert "14 schedules equal" in ended.output
 
 
+def test_outputs_in_any_container_come_to_all_ranks_and_take_gradients_back() -> None:
+    for ended in launch("containers", 2):
+        assert ended.code == 0, ended.output
+        assert "6 containers equal" in ended.output
+
+
 @pytest.mark.parametrize("names", ["dp,pp", "pp,tp"])
 def test_replicas_and_tensor_parallelism_train_to_the_same_numbers(names: str) -> None:
     """To rounding: sums over replicas, and over parts of a product, have an order of their own."""

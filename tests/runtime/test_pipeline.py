@@ -6,8 +6,8 @@ import copy
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import pytest
 import torch
@@ -143,6 +143,47 @@ def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> 
         assert all(a.end <= b.start for a, b in pairwise(row))
     assert 0 < timeline.step_bubble < 1
     assert str(timeline).startswith("rank 0 │ ")
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", ["list", "layers", "sequence"])
+def test_the_pipeline_switches_all_that_it_was_given(how: str) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5)))
+    outer = nn.Sequential(inner, nn.Linear(4, 3))
+    given = {
+        "list": [inner, outer[1]],
+        "layers": [Layer("a", inner), Layer("b", nn.Sequential(nn.Linear(4, 3)))],
+        "sequence": LayerSequence.of(outer),
+    }[how]
+    pipe = Pipeline(given, mse_loss, num_ranks=2, num_microbatches=2, backend="serial")  # type: ignore[arg-type]
+    containers = [inner, inner[1], *([outer] if how == "sequence" else [])]
+    for is_training in (False, True):
+        pipe.train(is_training)
+        assert {part.training for whole in containers for part in whole.modules()} == {is_training}
+        assert {layer.module.training for layer in pipe.layers} == {is_training}
+
+
+MEASURES = ("makespan", "busy", "step_bubble", "span_bubble", "rank_spans", "schedule", "num_ranks")
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_measure_is_read_after_the_block_of_a_trace_and_refused_in_it(backend: str) -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
+    read: list[Callable[[object], object]] = [str, *map(attrgetter, MEASURES)]
+    with pipe.trace() as timeline:
+        for when in ("before", "after"):
+            for each in read:
+                with pytest.raises(ModelError, match=r"still being measured.* read it after the b"):
+                    each(timeline)
+            if when == "before":
+                pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+        assert repr(timeline) == "Timeline(still being measured)"
+    assert timeline.makespan == max(row[-1].end for row in timeline.spans) > 0
+    assert min(timeline.busy) > 0
+    assert timeline.num_ranks == 2
+    with pipe.trace() as nothing:
+        pass
+    assert (nothing.makespan, nothing.busy, nothing.num_ranks) == (0.0, (0.0, 0.0), 2)
     pipe.close()
 
 
@@ -356,9 +397,9 @@ def test_an_error_without_words_ends_the_step_too() -> None:
     pipe.close()
 
 
-@dataclass
 class Wrapped:
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class Wrap(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from stageline.errors import StageError
+from stageline.errors import ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 
@@ -164,4 +164,138 @@ def test_a_layer_that_fails_on_the_way_back_is_named() -> None:
     output = pipe(torch.randn(4, 4))
     with pytest.raises(StageError, match=r"^rank 1 failed in layer '1' at 1B0 \(backward"):
         output.sum().backward()
+    pipe.close()
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum: Tensor = torch.fft.fft(x)
+        return spectrum
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_complex_outputs_have_gradients(backend: str) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Spectrum())
+    plain = copy.deepcopy(inner)
+    pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend=backend)
+    x = torch.randn(6, 4)
+    output = pipe(x)
+    assert output.dtype == torch.complex64
+    output.abs().sum().backward()
+    plain(x).abs().sum().backward()
+    for found, wanted in zip(inner.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert torch.allclose(found.grad, wanted.grad, atol=1e-6)
+    pipe.close()
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x.square()
+        return {"y": y, "z": torch.complex(x, y), "top": x.argmax(1), "is": x > 0, "d": y.detach()}
+
+
+def test_outputs_have_gradients_where_those_of_a_plain_model_have_some() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Several())
+    pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend="serial")
+    x = torch.randn(6, 4)
+    wanted = {name: tensor.requires_grad for name, tensor in inner(x).items()}
+    assert {name: tensor.requires_grad for name, tensor in pipe(x).items()} == wanted
+    inner.requires_grad_(requires_grad=False)
+    assert not any(tensor.requires_grad for tensor in pipe(x).values())
+    pipe(x.requires_grad_())["z"].abs().sum().backward()
+    assert x.grad is not None
+
+
+def two_models() -> tuple[nn.Sequential, nn.Sequential, Pipeline]:
+    """One in a pipeline of two micro-batches of equal size, and a plain one."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend="threads")
+    return inner, copy.deepcopy(inner), pipe
+
+
+def in_halves(plain: nn.Module, x: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """What a plain loop over both micro-batches gives, added in their order."""
+    parts = [torch.autograd.grad(plain(half).sum(), inputs) for half in x.chunk(2)]
+    return [a + b for a, b in zip(*parts, strict=True)]
+
+
+def test_a_gradient_of_the_input_alone_leaves_weights_alone() -> None:
+    inner, plain, pipe = two_models()
+    x = torch.randn(6, 4, requires_grad=True)
+    (found,) = torch.autograd.grad(pipe(x).sum(), x)
+    (wanted,) = torch.autograd.grad(plain(x).sum(), x)
+    assert torch.allclose(found, wanted)
+    assert all(p.grad is None for p in inner.parameters())
+    pipe(x).sum().backward()  # and what was there stays, to the bit
+    before = [p.grad.clone() for p in inner.parameters() if p.grad is not None]
+    torch.autograd.grad(pipe(x).sum(), x)
+    after = [p.grad for p in inner.parameters() if p.grad is not None]
+    assert len(before) == len(after) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    pipe.close()
+
+
+def test_gradients_of_weights_are_given_to_who_asks_for_them() -> None:
+    inner, plain, pipe = two_models()
+    x = torch.randn(6, 4, requires_grad=True)
+    wanted = in_halves(plain, x, list(plain.parameters()))
+    for chosen in ([0, 1, 2, 3], [2], [0, 3]):
+        weights = [list(inner.parameters())[i] for i in chosen]
+        *found, of_x = torch.autograd.grad(pipe(x).sum(), [*weights, x])
+        assert all(torch.equal(a, wanted[i]) for a, i in zip(found, chosen, strict=True))
+        assert of_x.shape == x.shape
+        assert all(p.grad is None for p in inner.parameters())
+    assert x.grad is None
+    pipe.close()
+
+
+def test_backward_with_inputs_adds_to_those_only() -> None:
+    inner, plain, pipe = two_models()
+    x = torch.randn(6, 4, requires_grad=True)
+    chosen = inner[2].weight
+    for _ in range(2):  # the second time there is something to add to
+        pipe(x).sum().backward(inputs=[chosen])
+        for half in x.chunk(2):
+            plain(half).sum().backward(inputs=[plain[2].weight])
+    assert torch.equal(chosen.grad, plain[2].weight.grad)  # type: ignore[arg-type]
+    assert all(p.grad is None for p in inner.parameters() if p is not chosen)
+    assert x.grad is None
+    y = x.detach().requires_grad_()
+    pipe(y).sum().backward(inputs=[y])
+    assert y.grad is not None
+    assert all(p.grad is None for p in inner.parameters() if p is not chosen)
+    pipe.close()
+
+
+def test_some_outputs_only_or_one_of_them_twice() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), Several())
+    plain = copy.deepcopy(inner)
+    pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend="serial")
+    x = torch.randn(6, 4)
+    for model in (pipe, plain):
+        output = model(x)
+        ((output["y"] * 2).sum() + output["y"].exp().sum()).backward()
+    for found, wanted in zip(inner.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_hooks_on_weights_are_called_as_in_a_plain_loop_and_never_for_nothing() -> None:
+    inner, plain, pipe = two_models()
+    seen: dict[str, list[Tensor]] = {"inner": [], "plain": []}
+    list(inner.parameters())[2].register_hook(seen["inner"].append)  # type: ignore[no-untyped-call]
+    list(plain.parameters())[2].register_hook(seen["plain"].append)  # type: ignore[no-untyped-call]
+    x = torch.randn(6, 4, requires_grad=True)
+    pipe(x).sum().backward()
+    for half in x.chunk(2):
+        plain(half).sum().backward()
+    assert len(seen["inner"]) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+    with pytest.raises(ModelError, match="weights that are not among them have hooks"):
+        torch.autograd.grad(pipe(x).sum(), x)
+    assert len(seen["inner"]) == 2
     pipe.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -77,6 +77,9 @@ class LayerSequence:
     """
 
     layers: tuple[Layer, ...]
+    containers: tuple[nn.Module, ...] = field(
+        default=(), compare=False
+    )  # that they were taken from
 
     @staticmethod
     def of(model: LayerSequence | nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
@@ -84,7 +87,7 @@ class LayerSequence:
         if isinstance(model, LayerSequence):
             return model
         if isinstance(model, nn.Module) and _is_plain_sequential(model):
-            return LayerSequence(tuple(_flattened("", model)))
+            return LayerSequence(tuple(_flattened("", model)), (model,))
         if isinstance(model, nn.Module):
             raise ModelError(
                 f"the model is a {type(model).__name__}, but a pipeline needs to know its layers: "
@@ -92,7 +95,9 @@ class LayerSequence:
             )
         if not isinstance(model, Iterable):
             raise ModelError(f"the model is {model!r}, but has to be an nn.Sequential or a list")
-        return LayerSequence(tuple(_named(model)))
+        given = list(model)
+        containers = tuple(item for item in given if isinstance(item, nn.Module))
+        return LayerSequence(tuple(_named(given)), containers)
 
     def __post_init__(self) -> None:
         """Parameters are saved, and randomness is drawn, by the names of layers."""
@@ -111,6 +116,11 @@ class LayerSequence:
     def modules(self) -> nn.ModuleList:
         """Of all layers."""
         return nn.ModuleList(layer.module for layer in self.layers)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch all layers to training or evaluation, and the containers that they came in."""
+        for module in (*self.containers, *self.modules):
+            module.train(mode)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers under the names that they have in the model."""

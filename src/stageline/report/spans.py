@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
+from stageline.errors import ModelError
 from stageline.schedules.action import Action
 
 
@@ -34,3 +36,24 @@ class Level(NamedTuple):
 
 
 Spans = tuple[tuple[Span, ...], ...]  # by rank
+
+
+class Unmeasured(tuple[tuple[Span, ...], ...]):
+    """Stands for the spans of a timeline that is still being measured: nobody can read them."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def __len__(self) -> int:  # noqa: PLE0303  it never returns
+        self._refuse()
+
+    def __getitem__(self, _: Any) -> Any:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ModelError(
+            "the timeline is still being measured, and has no spans yet: read it after the block "
+            "of pipe.trace()"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from stageline.costs import Costs
 from stageline.report.idle import Idle
 from stageline.report.memory import memory_curves
-from stageline.report.spans import Level, Spans, Transfer
+from stageline.report.spans import Level, Spans, Transfer, Unmeasured
 from stageline.report.steady import busy_share, steady_window
 from stageline.report.transfers import transfers
 from stageline.schedules.bounds import Bounds, lower_bounds
@@ -147,6 +147,8 @@ class Timeline:
         save(self, path)
 
     def __repr__(self) -> str:
+        if isinstance(self.spans, Unmeasured):
+            return "Timeline(still being measured)"
         sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
         return f"Timeline({self.name!r}, {sizes}, makespan={self.makespan:g})"
 

@@ -17,6 +17,7 @@ import torch
 
 from stageline.errors import ModelError, StageError
 from stageline.runtime.ahead import norms_for
+from stageline.runtime.ambient import Surroundings
 from stageline.runtime.devices import current
 from stageline.runtime.executor import (
     Executor,
@@ -223,7 +224,9 @@ class SideBySide:
         self.gate = Gate(executor.num_ranks, stream.lag)
         self.post = PostOffice(executor.period.placement, executor.num_ranks)
         self.failures: list[StageError] = []
-        self.futures = [home.pool.submit(self._work, rank) for rank in range(executor.num_ranks)]
+        ours = Surroundings.here()
+        ranks = range(executor.num_ranks)
+        self.futures = [home.pool.submit(ours.run, self._work, rank) for rank in ranks]
 
     def feed(self, step: Step) -> None:
         self.stream.add(step)

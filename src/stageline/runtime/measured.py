@@ -20,7 +20,7 @@ Rows = Sequence[Sequence[Moment]]  # by rank
 
 
 def fill(timeline: Timeline, trace: Trace, schedule: Schedule, period: Period) -> None:
-    """Fill an empty timeline with what was measured, in milliseconds."""
+    """Give a timeline what was measured, in milliseconds."""
     rows = [_in_milliseconds(trace, rank) for rank in range(schedule.num_ranks)]
     is_stream = schedule.is_stream or trace.num_minibatches > 1
     named = _named(period) if is_stream else _as_it_is
@@ -29,6 +29,11 @@ def fill(timeline: Timeline, trace: Trace, schedule: Schedule, period: Period) -
     object.__setattr__(timeline, "name", f"{schedule.name}, measured in ms")
     if trace.purpose is Purpose.TRAIN and not is_stream:
         object.__setattr__(timeline, "idle", _idle(rows, _that_ran(schedule, trace), timeline))
+
+
+def leave_empty(timeline: Timeline, num_ranks: int) -> None:
+    """Of a block in which nothing ran."""
+    object.__setattr__(timeline, "spans", ((),) * num_ranks)
 
 
 def _as_it_is(moment: Moment) -> Action:

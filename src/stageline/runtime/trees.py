@@ -10,12 +10,12 @@ A lone tensor takes a short way: a walk through a tree costs as much as a small 
 from __future__ import annotations
 
 import builtins
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
-from types import MappingProxyType, MemberDescriptorType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def paths(spec: Spec) -> list[str]:
     """
     if spec.type is None:
         return [""]
-    pairs = zip(_names(spec), spec.children, strict=True)
+    pairs = zip(names(spec), spec.children, strict=True)
     return [name + path for name, child in pairs for path in paths(child)]
 
 
@@ -107,6 +107,45 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf is an object with tensors or arrays in it, which nobody would see there."""
+    if leaf is None or isinstance(leaf, (Tensor, *PLAIN)):
+        return False
+    return any(True for _ in inside(leaf))
+
+
+def inside(item: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays of any object, as far as its items and attributes lead.
+
+    A module is not asked: its weights are its own.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [item]
+    while waiting:
+        found = waiting.pop()
+        is_array = hasattr(found, "__array__") and bool(getattr(found, "ndim", False))
+        is_deep = not isinstance(found, (*PLAIN, type, ModuleType, FunctionType, nn.Module))
+        if isinstance(found, Tensor) or (is_array and is_deep):
+            yield found
+        elif is_deep and id(found) not in seen:
+            seen[id(found)] = found
+            waiting += _held(found)
+
+
+def _held(item: Any) -> list[Any]:
+    """Return what an object has as items and attributes, as far as they can be seen."""
+    if isinstance(item, tuple | list | set | frozenset | deque):
+        found = list(item)
+    elif isinstance(item, Mapping):
+        found = list(item.values())
+    else:
+        found = []
+    state = object.__getstate__(item)
+    for part in state if isinstance(state, tuple) else (state,):
+        found += list(part.values()) if isinstance(part, dict) else []
+    return found
+
+
 def at_the_edge(item: Any) -> Any:
     """The same tensor at the edge of a graph of its own; what is no tensor, as it is."""
     if isinstance(item, Tensor):
@@ -117,6 +156,11 @@ def at_the_edge(item: Any) -> Any:
             "pass tensors, numbers, text, and tuples, lists, dicts and dataclasses of them"
         )
     return item
+
+
+def without_graph(item: Any) -> Any:
+    """Return the same tensor outside of any graph."""
+    return item.detach() if isinstance(item, Tensor) else item
 
 
 def copied(item: Any) -> Any:
@@ -169,7 +213,7 @@ def _is_container(node: Any) -> bool:
 
 
 def _has_nothing_hidden(kind: type[Any]) -> bool:
-    """Whether an instance is no larger than its items, attributes and slots need.
+    """Whether an instance is no larger than its items, attributes and slots need, as pickle asks.
 
     What a class written in C holds beside them would be lost.
     """
@@ -269,7 +313,7 @@ def _put_together(kind: type[Any], context: Any, children: list[Any]) -> Any:
     return made
 
 
-def _names(spec: Spec) -> list[str]:
+def names(spec: Spec) -> list[str]:
     """Return how one writes each child of a container behind the container's name."""
     kind, context, number = spec.type, spec.context, len(spec.children)
     assert kind is not None  # it is not a leaf

@@ -12,12 +12,44 @@ import stageline as sl
 from stageline.zoo.gpt import Head, loss
 
 
-def model() -> nn.Sequential:
-    """Tied weights on the first and the last rank, dropout, and statistics."""
+class Embed(nn.Module):
+    """Reads four things that the loader brings."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.kinds = embedding, nn.Embedding(2, 8)
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor, kind: Tensor) -> Tensor:
+        embedded: Tensor = (self.embedding(x) + self.kinds(kind)) * mask + pos
+        return embedded
+
+
+class Shift(nn.Module):
+    def forward(self, x: Tensor, shift: Tensor, mask: Tensor) -> Tensor:
+        return x + shift * mask
+
+
+def model() -> list[sl.Layer]:
+    """Named inputs on several ranks, tied weights on the first and the last, dropout, statistics.
+
+    Hashes of the names differ from rank to rank; nothing may depend on them.
+    """
     torch.manual_seed(0)
     embedding = nn.Embedding(11, 8)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8)) for _ in range(3)]
-    return nn.Sequential(embedding, *blocks, nn.BatchNorm1d(5), Head(embedding))
+    layers = [sl.Layer("embed", Embed(embedding), ("x", "pos", "mask", "kind"))]
+    for number, part in enumerate(part for block in blocks for part in block):
+        layers.append(sl.Layer(f"block.{number}", part))
+    shift = sl.Layer("shift", Shift(), ("x", "shift", "mask"), ("x",))
+    return [*layers, shift, sl.Layer("norm", nn.BatchNorm1d(5)), sl.Layer("head", Head(embedding))]
+
+
+def batch(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    x, y = torch.randint(0, 11, (2, size, 5), generator=generator)
+    pos, shift = torch.randn(2, size, 5, 8, generator=generator)
+    mask = (torch.rand(size, 5, 1, generator=generator) > 0.2).float()
+    kind = torch.randint(0, 2, (size, 5), generator=generator)
+    return {"kind": kind, "pos": pos, "x": x, "shift": shift, "mask": mask}, y
 
 
 def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -27,7 +59,7 @@ def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     told = []
     for size in (2 * options["num_ranks"] + 1, 2 * options["num_ranks"], 3):
-        x, y = torch.randint(0, 11, (2, size, 5), generator=generator)
+        x, y = batch(size, generator)
         result = pipe.step(x, y)
         told.append(pipe.clip_grad_norm_(0.5))
         told.append(result.loss)

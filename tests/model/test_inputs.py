@@ -1,0 +1,139 @@
+"""What `step` takes: one input, or several by the names under which layers read them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from stageline.errors import BatchError
+from stageline.model.inputs import named_inputs
+from stageline.model.layers import Layer, LayerSequence
+from stageline.pipeline import Pipeline
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor, kind: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + pos) * mask + kind
+        return out
+
+
+def named() -> list[Layer]:
+    torch.manual_seed(0)
+    return [Layer("embed", Embed(), ("x", "pos", "mask", "kind")), Layer("head", nn.Linear(3, 3))]
+
+
+def batch() -> dict[str, Tensor]:
+    x, pos = torch.randn(2, 6, 4)
+    return {"kind": torch.ones(6, 1), "pos": pos, "x": x, "mask": torch.rand(6, 1)}
+
+
+class Encoding(UserDict[str, Any]):
+    """Like the batches of tokenizers."""
+
+
+MAPPINGS = [dict, OrderedDict, Encoding, MappingProxyType]
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_any_mapping_gives_inputs_by_name(mapping: Any, backend: str) -> None:
+    given, target = batch(), torch.randn(6, 3)
+    pipe = Pipeline(named(), mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
+    wanted = float(pipe.step(given, target).loss)
+    assert float(pipe.step(mapping(given), target).loss) == wanted
+    assert float(pipe.step(None, target, **given).loss) == wanted
+    x = given.pop("x")
+    assert float(pipe.step(x, target, **given).loss) == wanted
+    pipe.verify(mapping(given | {"x": x}), target)
+    pipe.close()
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_a_model_that_reads_x_alone_takes_it_by_name(mapping: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, backend="serial")
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    assert float(pipe.step(mapping({"x": x}), y).loss) == float(pipe.step(x, y).loss)
+    pipe.eval()
+    assert torch.equal(pipe(mapping({"x": x})), pipe(x))
+    pipe.verify(mapping({"x": x}), y)
+
+
+class Whole(nn.Module):
+    """Takes its batch as a whole."""
+
+    def forward(self, batch: Any) -> Tensor:
+        out: Tensor = batch["x"] * batch["scale"]
+        return out
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_a_layer_may_take_a_mapping_as_a_whole(mapping: Any) -> None:
+    pipe = Pipeline([Whole(), nn.Linear(4, 3)], mse_loss, num_ranks=2, num_microbatches=2)
+    whole = mapping({"x": torch.randn(4, 4), "scale": torch.rand(4, 1)})
+    pipe.step(whole, torch.randn(4, 3))
+    pipe.verify(whole, torch.randn(4, 3))
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "more", "message"),
+    [
+        (
+            batch() | {"labels": 1},
+            {},
+            "inputs have labels, but layers read only x, pos, mask, kind",
+        ),
+        (
+            torch.ones(6, 4),
+            batch(),
+            "x comes with the inputs and by its name as well: give it once",
+        ),
+        (batch(), {"kind": 1}, "kind comes with the inputs and by its name as well: give it once"),
+        ({}, {"x": 1}, "inputs have x, but layers read pos, mask, kind before any layer writes it"),
+        (None, {}, "inputs have x, but layers read pos, mask, kind before"),
+        ({0: 1}, batch(), "inputs have 0, but layers read only x, pos, mask, kind"),
+    ],
+)
+def test_inputs_that_are_not_those_that_layers_read_are_refused(
+    inputs: Any, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchError) as error:
+        named_inputs(LayerSequence.of(named()), inputs, more)
+    assert message in str(error.value)
+
+
+def test_an_input_beside_names_that_are_enough_is_refused() -> None:
+    layers = LayerSequence.of([Layer("a", nn.Linear(4, 3), ("tokens",))])
+    assert list(named_inputs(layers, None, {"tokens": 1})) == ["tokens"]
+    with pytest.raises(BatchError, match="inputs have x, but layers read only tokens"):
+        named_inputs(layers, torch.ones(2), {"tokens": 1})
+
+
+def test_the_order_of_inputs_does_not_depend_on_hashes() -> None:
+    code = (
+        "from tests.model.test_inputs import *\n"
+        "print(list(named_inputs(LayerSequence.of(named()), batch())))"
+    )
+    for seed in ("1", "2", "3"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=60,
+        )
+        assert ended.stdout.strip() == "['x', 'pos', 'mask', 'kind']"
