@@ -8,6 +8,10 @@ small graph of its own, between copies of its inputs and its output:
 When the gradient of y arrives (I), autograd takes it from y' to x' and no further, and the gradient
 waits. Later (W) autograd takes it from y' to the weights. What is held in between is what the small
 graphs hold. Functions that are not caught are no harm: their weights get their gradients during I.
+
+A weight gets all of its gradient in one half, or a sum would be rounded in another order than
+autograd's: a layer that uses a weight in both ways is not caught at all, nor is one whose graph is
+differentiated by something else than the stage's own backward (`inner.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.nn import functional as F  # noqa: N812  as everybody calls it
 from torch.overrides import TorchFunctionMode
 
 from stageline.runtime import engine
+from stageline.runtime.inner import DIFFERENTIATES, Inner, RepeatForward, is_transformed, too_late
 
 CAUGHT: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -55,9 +60,18 @@ CAUGHT: frozenset[Callable[..., Any]] = frozenset(
 
 
 @dataclass
+class Forward:
+    """The forward that calls are caught in. It does not hold the calls, which hold it."""
+
+    inner: Inner
+    is_over: bool = False
+
+
+@dataclass
 class Caught:
     """One call: its small graph, and the gradient of its output once that has arrived."""
 
+    forward: Forward
     leaves: list[Tensor]  # copies of the inputs that need a gradient
     weights: list[nn.Parameter]
     outputs: list[GradientEdge]  # of its graph, which does not need the data
@@ -66,12 +80,25 @@ class Caught:
 
 
 class CatchWeights(TorchFunctionMode):
-    """In force while a stage runs forward; `calls` fills up in the order of the calls."""
+    """In force while a stage runs forward; `calls` fills up in the order of the calls.
 
-    def __init__(self) -> None:
+    If it `watches`, nothing is caught, but it is noted what could not have been. State: the layer
+    that runs, the calls, and how weights were used.
+    """
+
+    def __init__(self, inner: Inner | None = None, *, watches: bool = False) -> None:
         super().__init__()
+        self.inner, self.watches = inner or Inner(), watches
+        self.forward = Forward(self.inner)
+        self.layer = 0  # its number
         self.calls: list[Caught] = []
+        self.caught: dict[int, tuple[Tensor, int]] = {}  # weights by id, with their layer
+        self.direct: dict[int, Tensor] = {}  # weights by id, that functions use uncaught
         self.anchor = torch.empty(0, requires_grad=True)  # so that a gradient always arrives
+
+    def __exit__(self, *error: object) -> None:
+        self.forward.is_over = True
+        super().__exit__(*error)
 
     def __torch_function__(
         self,
@@ -81,21 +108,64 @@ class CatchWeights(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in CAUGHT and torch.is_grad_enabled():
-            needy = {id(t): t for t in _tensors((*args, *kwargs.values())) if t.requires_grad}
-            weights = [tensor for tensor in needy.values() if isinstance(tensor, nn.Parameter)]
-            if weights:
-                return self._catch(func, args, kwargs, needy, weights)
-        return func(*args, **kwargs)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if func in DIFFERENTIATES:
+            self.differentiate()
+        if self.watches and is_transformed(given):
+            self.inner.note()
+        weights = _weights(given)
+        if not weights:
+            return func(*args, **kwargs)
+        if func in CAUGHT and torch.is_grad_enabled() and not self._is_direct(weights, given):
+            if not self.watches:
+                return self._catch(func, args, kwargs, weights)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _is_use(result):
+            self._use_directly(weights)
+        return result
+
+    def differentiate(self) -> None:
+        """Something inside the forward takes gradients, maybe through what is caught."""
+        self.inner.note()
+        if self.calls:
+            raise RepeatForward
+
+    def _is_direct(self, weights: list[nn.Parameter], given: tuple[Any, ...]) -> bool:
+        """Whether a call must not be caught; if it may be, its weights count as caught."""
+        if self.inner.is_direct(self.layer):
+            return True
+        if is_transformed(given):
+            self.inner.note()
+            if self.calls:
+                raise RepeatForward
+            return True
+        for weight in weights:
+            self.caught.setdefault(id(weight), (weight, self.layer))
+            self._check(weight)
+        return False
+
+    def _use_directly(self, weights: list[nn.Parameter]) -> None:
+        for weight in weights:
+            self.direct.setdefault(id(weight), weight)
+            self._check(weight)
+
+    def _check(self, weight: nn.Parameter) -> None:
+        """A weight that is used in both ways is used directly by its layer from now on."""
+        if id(weight) in self.caught and id(weight) in self.direct:
+            _, layer = self.caught[id(weight)]
+            self.inner.direct |= {layer, self.layer}
+            if not self.watches:
+                raise RepeatForward
 
     def _catch(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        needy: dict[int, Tensor],
         weights: list[nn.Parameter],
     ) -> Any:
+        needy = {id(t): t for t in _tensors((*args, *kwargs.values())) if t.requires_grad}
         # what is given several times, as query and as key say, is one input with one gradient
         inputs = [tensor for tensor in needy.values() if not isinstance(tensor, nn.Parameter)]
         copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
@@ -105,7 +175,7 @@ class CatchWeights(TorchFunctionMode):
         results = result if isinstance(result, tuple) else (result,)
         outputs = [get_gradient_edge(item) for item in results if _needs_gradient(item)]
         given = args if func is F.linear and not kwargs else ()
-        call = Caught(list(copies.values()), weights, outputs, given)
+        call = Caught(self.forward, list(copies.values()), weights, outputs, given)
         self.calls.append(call)
         needed = [item for item in results if _needs_gradient(item)]
         outside = iter(_Around.apply(call, needed, self.anchor, *inputs))  # type: ignore[no-untyped-call]
@@ -125,11 +195,10 @@ class _Around(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Caught = ctx.call
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a layer takes gradients of gradients, but a backward in halves has none: "
-                "use a schedule without I and W"
-            )
+        if torch.is_grad_enabled() or not call.forward.is_over:
+            # not the stage's own backward; it came here on a way that no function of torch tells
+            call.forward.inner.note()
+            raise too_late() if call.forward.is_over else RepeatForward()
         call.gradients = gradients
         arrived = _arrived(call)
         if not call.leaves or not arrived:
@@ -162,7 +231,9 @@ def _add_inside(call: Caught) -> bool:
     x, weight, *bias = call.linear
     gradient = _arrived(call)[0][1]
     others = (x, gradient, weight.grad) if weight.grad is not None else (x, gradient)
-    if not _is_plain(weight) or any(tensor.dtype != weight.dtype for tensor in others):
+    if not all(_is_plain(item) for item in (weight, *bias) if item is not None):
+        return False
+    if any(tensor.dtype != weight.dtype for tensor in others):
         return False  # autocast: the product is of another type than the sum
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.detach().reshape(-1, x.shape[-1])
     if weight.requires_grad:
@@ -194,6 +265,32 @@ def _tensors(items: Iterable[Any]) -> Iterable[Tensor]:
             yield item
         elif isinstance(item, list | tuple):
             yield from _tensors(item)
+
+
+def _weights(items: Iterable[Any]) -> list[nn.Parameter]:
+    """The parameters among arguments that need a gradient, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for item in items:
+        # a plain tensor is the usual case; asking whether it is a parameter costs a microsecond
+        if type(item) is Tensor:
+            continue
+        if isinstance(item, nn.Parameter):
+            if item.requires_grad:
+                found[id(item)] = item
+        elif isinstance(item, list | tuple):
+            found |= {id(weight): weight for weight in _weights(item)}
+    return list(found.values())
+
+
+def _is_use(result: Any) -> bool:
+    """Whether a gradient may come back from this to the weights that went in.
+
+    Without a graph it may as well: a function that records one of its own later, as a checkpoint
+    does in its backward, runs without.
+    """
+    if isinstance(result, list | tuple):
+        return any(map(_is_use, result))
+    return isinstance(result, Tensor) and (result.requires_grad or not torch.is_grad_enabled())
 
 
 def _swapped(item: Any, copies: Mapping[int, Tensor]) -> Any:

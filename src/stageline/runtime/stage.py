@@ -19,6 +19,18 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
 from stageline.runtime.in_place import InPlace, versions
+from stageline.runtime.inner import (
+    NO_SAVED_TENSORS,
+    Filled,
+    InBackward,
+    Inner,
+    RepeatForward,
+    State,
+    add_filled,
+    check_untouched,
+    filled_apart,
+    filled_never,
+)
 from stageline.runtime.offload import HostMemory, Parking
 from stageline.runtime.randomness import Key, Silent, drawing
 from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
@@ -27,6 +39,7 @@ from stageline.runtime.versions import Versions
 
 NOTHING = torch.empty(0)
 LOSS = "loss_fn"  # in the place of a layer's name
+LOSS_NUMBER = -1  # in the place of its number
 Values = Mapping[Value, Any]
 # The gradients of a value's tensors, by the number of the layer that read it.
 Gradients = dict[Value, list[tuple[int, list[Tensor | None]]]]
@@ -78,6 +91,7 @@ class Graph(NamedTuple):
     calls: list[Caught]  # that use weights, if these were caught
     parking: Parking | None
     version: int = 0  # of the weights that were used
+    filled: Filled | None = None  # gradients that the forward itself brought to weights
 
 
 @dataclass
@@ -87,6 +101,7 @@ class Waiting:
     passes: dict[int, Pass] = field(default_factory=dict)  # from a forward to its recomputation
     graphs: dict[int, Graph] = field(default_factory=dict)  # from a forward to its backward
     owed: dict[int, tuple[list[Caught], int]] = field(default_factory=dict)  # from an I to its W
+    filled: dict[int, Filled] = field(default_factory=dict)  # from a forward to its backward
 
 
 class Bound(NamedTuple):
@@ -130,6 +145,10 @@ class Stage:
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = Statistics.of(modules, batch_norm)
         self.in_place = InPlace(modules)
+        self.inner = Inner(
+            {number: layers.layers[number].module for number in numbers},
+            untracked=self.statistics.modules if batch_norm == "minibatch" else (),
+        )
         self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
         self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
@@ -138,6 +157,8 @@ class Stage:
     def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
         """Run the layers; gives back the values that later stages read, and the loss."""
         graph = self._run(this, grad=True, again=False)
+        if graph.filled:
+            waiting.filled[this.microbatch] = graph.filled
         if this.recompute:
             waiting.passes[this.microbatch] = this
         else:
@@ -178,8 +199,10 @@ class Stage:
             roots.append(graph.loss)
             seeds.append(torch.full_like(graph.loss, graph.weight))
         with self._gathering(graph.version):
+            add_filled(waiting.filled.pop(microbatch, []))
             if roots:
-                engine.backward(roots, seeds)
+                with self._watched_hooks(in_halves=in_halves, is_caught=bool(graph.calls)):
+                    engine.backward(roots, seeds)
             if in_halves:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
@@ -211,31 +234,63 @@ class Stage:
     def _gathering(self, version: int) -> AbstractContextManager[None]:
         return nullcontext() if self.versions is None else self.versions.gathering(version)
 
+    def _watched_hooks(
+        self, *, in_halves: bool, is_caught: bool
+    ) -> AbstractContextManager[InBackward | None]:
+        """Hooks may take gradients as well, and then nothing can be caught."""
+        may_catch = (in_halves or self.is_fused) and not self.is_compiled
+        return InBackward(self.inner, is_caught=is_caught) if may_catch else nullcontext()
+
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
+        """Run forward, and again if it turns out that the stage has to run in another way."""
+        state = self.inner.state() if grad else None
+        try:
+            return self._run_once(this, grad=grad, again=again)
+        except RepeatForward:
+            pass
+        except RuntimeError as error:
+            if state is None or self.inner.differentiates or NO_SAVED_TENSORS not in str(error):
+                raise
+            self.inner.note()
+        assert state is not None  # there is a graph, or nobody would ask for this
+        state.check_unmoved(self.at_work)
+        self.statistics.forget(this.step, this.microbatch)
+        return self._run(this, grad=grad, again=again)
+
+    def _run_once(self, this: Pass, *, grad: bool, again: bool) -> Graph:
+        loss_fn = this.target.loss_fn if this.target else None
+        watches = grad and not self.is_compiled and self.inner.watches(this.step, loss_fn)
         is_kept = grad and (again or not this.recompute)
-        may_catch = is_kept and not self.is_compiled
-        catch = CatchWeights() if may_catch and (this.in_halves or self.is_fused) else None
+        may_catch = is_kept and not self.is_compiled and (this.in_halves or self.is_fused)
+        catch = CatchWeights(self.inner, watches=watches) if may_catch or watches else None
+        saves = watches or self.inner.differentiates  # what its graph saves may be needed at once
         parking = Parking(self.host_memory) if this.offload and self.host_memory else None
         written: dict[Value, Any] = {}
         with ExitStack() as around:
             this.ambient.enter(around, grad=grad)
             reads, entered = self._enter(this)
-            if grad and not is_kept:
+            around.enter_context(self.inner.turn(loss_fn))
+            if grad and not is_kept and not saves:
                 # torch takes other kernels, with other bits, where no graph is recorded; so one is,
                 # and what it would save for the backward is dropped at once
-                around.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            elif parking and grad:
+                around.enter_context(saved_tensors_hooks(_nothing, self.inner.lacks))
+            elif parking and grad and not saves:
                 around.enter_context(saved_tensors_hooks(parking.put, parking.take))
             if catch:
                 around.enter_context(catch)
             if self.statistics.modules:
                 around.enter_context(self.statistics.watch(this.step, this.microbatch, again=again))
             weights = self.versions.of(this.version) if self.versions and grad else None
+            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
             for bound in self.bound:
+                if catch:
+                    catch.layer = bound.number
                 doubles = weights[bound.number] if weights else bound.doubles
                 self._run_layer(bound, this, entered, written, doubles)
                 for value in bound.last_uses:
                     del written[value]
+            if catch:
+                catch.layer = LOSS_NUMBER
             loss = self._loss(this, written) if this.target else None
         # the tensors as they are now: a layer may still change the dict or list that it returned
         kept = self.sent
@@ -244,7 +299,27 @@ class Stage:
         writes = {value: trees.map_leaves(trees.itself, written[value]) for value in kept}
         weight = this.target.weight if this.target else 0.0
         calls = catch.calls if catch else []
-        return Graph(reads, writes, loss, weight, calls, parking, this.version)
+        if filled:
+            self.inner.fill()
+        self.at_work = self.name
+        check_untouched((leaf for leaves in reads.values() for leaf in leaves), self.name)
+        return Graph(reads, writes, loss, weight, calls, parking, this.version, filled)
+
+    def _filled(
+        self,
+        versions: Mapping[int, Mapping[str, Tensor]] | None,
+        loss_fn: Callable[..., Any] | None,
+        *,
+        grad: bool,
+    ) -> AbstractContextManager[Filled]:
+        """Around a forward, for gradients that a backward inside it brings to weights."""
+        if not grad or self.inner.is_trusted(loss_fn):
+            return nullcontext([])
+        doubles = versions or {bound.number: bound.doubles or {} for bound in self.bound}
+        weights = self.inner.weights(doubles)
+        if self.inner.keeps_apart and not self.is_compiled:
+            return filled_apart(weights)
+        return filled_never(weights, self.name)
 
     def _enter(self, this: Pass) -> tuple[Reads, dict[tuple[int, Value], Any]]:
         """For each layer the leaves where its gradients gather, and what it is given."""
