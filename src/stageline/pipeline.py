@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol, Self
 
@@ -316,12 +317,19 @@ class Pipeline:
         """Between a plain loop on copies, and a step of the pipeline that leaves no trace."""
         plain = self.layers.copy()
         expected = self._training_step(*detached((inputs, target, named)))
-        plain_step(plain, expected, self.batch_norm, self.accumulate)
+        is_caught = partial(self._is_caught, expected.number)
+        plain_step(plain, expected, self.batch_norm, self.accumulate, is_caught)
         with left_as_it_was(self.layers):
             step = self._training_step(inputs, target, named)
             self._run(step)
             cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
             return compare(self.layers, plain, step.losses, expected.losses, cut)
+
+    def _is_caught(self, step: int, layer: int) -> bool:
+        """Whether gradients of a layer, or of the loss if it is -1, may wait or be fused."""
+        stages = self.executor.stages
+        stage = next((stage for stage in stages if layer in stage.numbers), stages[-1])
+        return stage.is_caught(layer, step)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers; with several processes, those of this one."""

@@ -87,9 +87,7 @@ class Statistics:
         """Forwards that will be run again, of a step or of one micro-batch."""
         for found in self.seen.values():
             found[:] = [
-                pair
-                for pair in found
-                if pair[0][0] != step or microbatch not in (None, pair[0][1])
+                pair for pair in found if pair[0][0] != step or microbatch not in (None, pair[0][1])
             ]
 
     def update(self, step: int, of_replicas: Callable[[Seen], Seen]) -> None:

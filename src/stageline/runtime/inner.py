@@ -43,25 +43,32 @@ class RepeatForward(BaseException):  # noqa: N818  no error: the stage's forward
 class Inner:
     """What is known of the layers of a stage. State: what was seen of them, and since which step.
 
-    `differentiates`: something in its forward takes gradients or transforms functions. `has_hooks`:
-    hooks do, in its backward. `direct` are the numbers of further layers whose functions are not
-    caught. `fills`: a backward inside a forward adds to `.grad`.
+    `direct` are the numbers of layers whose functions are not caught. `differentiates`: something
+    in a forward takes gradients or transforms functions, and needs what its graph saves. `fills`: a
+    backward inside a forward adds to `.grad`.
     """
 
     def __init__(
         self, modules: Mapping[int, nn.Module] | None = None, untracked: Iterable[nn.Module] = ()
     ) -> None:
         self.modules = dict(modules or {})
-        self.is_harmless = all(map(is_harmless, self.modules.values()))
+        self.harmless = {n for n, module in self.modules.items() if is_harmless(module)}
         self.has_forward_mode = any(map(_has_forward_mode, self.modules.values()))
         parts = [part for module in self.modules.values() for part in module.modules()]
         apart = set(untracked)  # what their forward does to their buffers is undone at once
         self.buffers = [(p._buffers, n) for p in parts if p not in apart for n in p._buffers]  # noqa: SLF001
         self.losses: dict[object, tuple[bool, bool]] = {}  # whether harmless, or in forward mode
         self.first_step: int | None = None
-        self.is_watching = False
+        self.is_watching = self.is_given = False
         self.direct: set[int] = set()
-        self.differentiates = self.has_hooks = self.fills = False
+        self.differentiates = self.fills = False
+
+    @staticmethod
+    def given(direct: set[int]) -> Inner:
+        """What is known from elsewhere, and does not change."""
+        inner = Inner()
+        inner.direct, inner.is_given = direct, True
+        return inner
 
     def watches(self, step: int, loss_fn: Callable[..., Any] | None) -> bool:
         """Whether the stage is watched in this step, its first."""
@@ -76,25 +83,35 @@ class Inner:
 
     def is_trusted(self, loss_fn: Callable[..., Any] | None) -> bool:
         """Whether nothing here can differentiate."""
-        return self.is_harmless and (loss_fn is None or self._loss(loss_fn)[0])
+        is_known = len(self.harmless) == len(self.modules)
+        return is_known and (loss_fn is None or self._loss(loss_fn)[0])
 
-    def is_caught(self, layer: int, step: int, loss_fn: Callable[..., Any] | None) -> bool:
+    def is_caught(self, layer: int, step: int) -> bool:
         """Whether functions of a layer that use weights are caught in a step."""
         is_new = self.first_step is None or self.first_step == step
-        return not self.is_direct(layer) and (self.is_trusted(loss_fn) or not is_new)
+        return not self.is_direct(layer) and (self.is_harmless(layer) or not is_new)
 
     def is_direct(self, layer: int) -> bool:
         """Whether functions of a layer must not be caught."""
-        return self.differentiates or self.has_hooks or layer in self.direct
+        return layer in self.direct
+
+    def is_harmless(self, layer: int) -> bool:
+        """Whether a layer is known to differentiate nothing, before it has run."""
+        return layer in self.harmless
 
     @property
     def keeps_apart(self) -> bool:
         """Whether gradients that a forward brings are kept apart from those of backwards."""
         return self.is_watching or self.fills
 
-    def note(self) -> None:
-        """Something in a forward differentiates or transforms."""
+    def note(self, layers: set[int]) -> None:
+        """Something in the forward of these layers differentiates or transforms."""
         self.differentiates = True
+        self.direct |= layers
+
+    def note_hook(self) -> None:
+        """Something takes gradients in a backward; it may be of any layer that is not harmless."""
+        self.direct |= self.modules.keys() - self.harmless
 
     def fill(self) -> None:
         """Something in a forward added to gradients."""
@@ -131,27 +148,6 @@ class Inner:
                 known = is_of_torch, _mentions(loss_fn, set())
             self.losses[loss_fn] = known
         return self.losses[loss_fn]
-
-
-class InBackward(TorchFunctionMode):
-    """In force during the first half of a backward: hooks may differentiate as well."""
-
-    def __init__(self, inner: Inner, *, is_caught: bool) -> None:
-        super().__init__()
-        self.inner, self.is_caught = inner, is_caught
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in DIFFERENTIATES:
-            self.inner.has_hooks = True
-            if self.is_caught:
-                raise too_late()
-        return func(*args, **kwargs or {})
 
 
 def too_late() -> ModelError:
@@ -211,7 +207,9 @@ def filled_never(weights: Iterable[Tensor], name: str) -> Iterator[Filled]:
     """Refuse a backward inside a forward that brings gradients to weights."""
     before = [(weight, weight.grad, _version(weight.grad)) for weight in weights]
     yield []
-    if any(w.grad is not gradient or _version(w.grad) != version for w, gradient, version in before):
+    if any(
+        w.grad is not gradient or _version(w.grad) != version for w, gradient, version in before
+    ):
         raise ModelError(
             f"a backward() inside the forward of {name!r} added to the gradients of weights, but "
             "none did in the first step, so these were not kept apart from those of other "
@@ -240,7 +238,9 @@ def check_untouched(leaves: Iterable[Tensor], name: str) -> None:
 class State:
     """Buffers as they are before a forward, which must not run again once it has moved them."""
 
-    def __init__(self, buffers: Iterable[tuple[dict[str, Tensor | None], str, Tensor | None]]) -> None:
+    def __init__(
+        self, buffers: Iterable[tuple[dict[str, Tensor | None], str, Tensor | None]]
+    ) -> None:
         self.before = [(where, name, each, _version(each)) for where, name, each in buffers]
 
     def check_unmoved(self, layer: str) -> None:

@@ -16,7 +16,7 @@ differentiated by something else than the stage's own backward (`inner.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,14 @@ CAUGHT: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass
 class Forward:
-    """The forward that calls are caught in. It does not hold the calls, which hold it."""
+    """The forward that calls are caught in. It does not hold the calls, which hold it.
+
+    `is_nested`: a hook takes gradients of its own, in the middle of the stage's backward.
+    """
 
     inner: Inner
     is_over: bool = False
+    is_nested: bool = False
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Caught:
     """One call: its small graph, and the gradient of its output once that has arrived."""
 
     forward: Forward
+    layer: int
     leaves: list[Tensor]  # copies of the inputs that need a gradient
     weights: list[nn.Parameter]
     outputs: list[GradientEdge]  # of its graph, which does not need the data
@@ -82,18 +87,21 @@ class Caught:
 class CatchWeights(TorchFunctionMode):
     """In force while a stage runs forward; `calls` fills up in the order of the calls.
 
-    If it `watches`, nothing is caught, but it is noted what could not have been. State: the layer
-    that runs, the calls, and how weights were used.
+    If it `watches`, only layers that are known to differentiate nothing are caught, and of the
+    others it is noted what they do. State: the layer that runs, the calls, and how weights were
+    used.
     """
 
-    def __init__(self, inner: Inner | None = None, *, watches: bool = False) -> None:
+    def __init__(
+        self, inner: Inner | None = None, *, catches: bool = True, watches: bool = False
+    ) -> None:
         super().__init__()
-        self.inner, self.watches = inner or Inner(), watches
+        self.inner, self.catches, self.watches = inner or Inner(), catches, watches
         self.forward = Forward(self.inner)
         self.layer = 0  # its number
         self.calls: list[Caught] = []
-        self.caught: dict[int, tuple[Tensor, int]] = {}  # weights by id, with their layer
-        self.direct: dict[int, Tensor] = {}  # weights by id, that functions use uncaught
+        self.used: dict[int, tuple[Tensor, int]] = {}  # by id: weights to be caught, their layer
+        self.direct: dict[int, Tensor] = {}  # by id: weights that functions use uncaught
         self.anchor = torch.empty(0, requires_grad=True)  # so that a gradient always arrives
 
     def __exit__(self, *error: object) -> None:
@@ -109,54 +117,51 @@ class CatchWeights(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values()) if kwargs else args
-        if func in DIFFERENTIATES:
-            self.differentiate()
-        if self.watches and is_transformed(given):
-            self.inner.note()
         weights = _weights(given)
+        if func in DIFFERENTIATES or (self.watches and is_transformed(given)):
+            self._differentiate(weights)
         if not weights:
             return func(*args, **kwargs)
-        if func in CAUGHT and torch.is_grad_enabled() and not self._is_direct(weights, given):
-            if not self.watches:
-                return self._catch(func, args, kwargs, weights)
-            return func(*args, **kwargs)
+        if func in CAUGHT and torch.is_grad_enabled() and self._may_catch(weights, given):
+            if not self.catches or (self.watches and not self.inner.is_harmless(self.layer)):
+                return func(*args, **kwargs)
+            return self._catch(func, args, kwargs, weights)
         result = func(*args, **kwargs)
         if _is_use(result):
-            self._use_directly(weights)
+            self.direct |= {id(weight): weight for weight in weights}
+            self._check(weights)
         return result
 
-    def differentiate(self) -> None:
-        """Something inside the forward takes gradients, maybe through what is caught."""
-        self.inner.note()
-        if self.calls:
-            raise RepeatForward
-
-    def _is_direct(self, weights: list[nn.Parameter], given: tuple[Any, ...]) -> bool:
-        """Whether a call must not be caught; if it may be, its weights count as caught."""
+    def _may_catch(self, weights: list[nn.Parameter], given: tuple[Any, ...]) -> bool:
+        """Whether a call is one of those that are caught, now or after the first step."""
         if self.inner.is_direct(self.layer):
-            return True
+            return False
         if is_transformed(given):
-            self.inner.note()
-            if self.calls:
-                raise RepeatForward
-            return True
+            self._differentiate([])
+            return False
         for weight in weights:
-            self.caught.setdefault(id(weight), (weight, self.layer))
-            self._check(weight)
+            self.used.setdefault(id(weight), (weight, self.layer))
+        return self._check(weights)
+
+    def _differentiate(self, weights: list[nn.Parameter]) -> None:
+        """The layer takes gradients, maybe of these weights, or transforms a function."""
+        if not self.inner.is_given:
+            layers = {self.used[id(weight)][1] for weight in weights if id(weight) in self.used}
+            self.inner.note({self.layer, *layers})
+            self._begin_again(lambda call: call.layer in {self.layer, *layers})
+
+    def _check(self, weights: list[nn.Parameter]) -> bool:
+        """Layers that use a weight in both ways are not caught; False if there are any."""
+        both = [w for w in weights if id(w) in self.used and id(w) in self.direct]
+        if not both or self.inner.is_given:
+            return True
+        self.inner.direct |= {self.layer, *(self.used[id(weight)][1] for weight in both)}
+        self._begin_again(lambda call: call.layer in self.inner.direct)
         return False
 
-    def _use_directly(self, weights: list[nn.Parameter]) -> None:
-        for weight in weights:
-            self.direct.setdefault(id(weight), weight)
-            self._check(weight)
-
-    def _check(self, weight: nn.Parameter) -> None:
-        """A weight that is used in both ways is used directly by its layer from now on."""
-        if id(weight) in self.caught and id(weight) in self.direct:
-            _, layer = self.caught[id(weight)]
-            self.inner.direct |= {layer, self.layer}
-            if not self.watches:
-                raise RepeatForward
+    def _begin_again(self, is_wrong: Callable[[Caught], bool]) -> None:
+        if any(map(is_wrong, self.calls)):
+            raise RepeatForward
 
     def _catch(
         self,
@@ -175,7 +180,7 @@ class CatchWeights(TorchFunctionMode):
         results = result if isinstance(result, tuple) else (result,)
         outputs = [get_gradient_edge(item) for item in results if _needs_gradient(item)]
         given = args if func is F.linear and not kwargs else ()
-        call = Caught(self.forward, list(copies.values()), weights, outputs, given)
+        call = Caught(self.forward, self.layer, list(copies.values()), weights, outputs, given)
         self.calls.append(call)
         needed = [item for item in results if _needs_gradient(item)]
         outside = iter(_Around.apply(call, needed, self.anchor, *inputs))  # type: ignore[no-untyped-call]
@@ -195,16 +200,53 @@ class _Around(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Caught = ctx.call
-        if torch.is_grad_enabled() or not call.forward.is_over:
-            # not the stage's own backward; it came here on a way that no function of torch tells
-            call.forward.inner.note()
-            raise too_late() if call.forward.is_over else RepeatForward()
+        forward = call.forward
+        if not forward.is_over or forward.is_nested or torch.is_grad_enabled():
+            # not the stage's own backward
+            forward.inner.note({call.layer})
+            is_late = forward.is_over or forward.inner.is_given
+            raise too_late() if is_late else RepeatForward()
         call.gradients = gradients
         arrived = _arrived(call)
         if not call.leaves or not arrived:
             return None, None, None, *(None for _ in call.leaves)
         outputs, found = zip(*arrived, strict=True)
         return None, None, None, *engine.gradients(call.leaves, outputs, found)
+
+
+class InBackward(TorchFunctionMode):
+    """In force during the first half of a backward: hooks may take gradients as well.
+
+    Through graphs of layers that are not caught they can. In its first step a stage has hardly any
+    others, and it keeps those that it has not caught by then.
+    """
+
+    def __init__(self, inner: Inner, calls: Sequence[Caught]) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in DIFFERENTIATES:
+            return func(*args, **kwargs)
+        self.inner.note_hook()
+        if not self.calls:
+            return func(*args, **kwargs)
+        given = {id(weight) for weight in _weights((*args, *kwargs.values()))}
+        if any(id(weight) in given for call in self.calls for weight in call.weights):
+            raise too_late()
+        forward = self.calls[0].forward
+        forward.is_nested = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            forward.is_nested = False
 
 
 def add_weight_gradients(calls: Iterable[Caught], *, fused: bool = False) -> None:

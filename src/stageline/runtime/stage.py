@@ -22,7 +22,6 @@ from stageline.runtime.in_place import InPlace, versions
 from stageline.runtime.inner import (
     NO_SAVED_TENSORS,
     Filled,
-    InBackward,
     Inner,
     RepeatForward,
     State,
@@ -33,7 +32,12 @@ from stageline.runtime.inner import (
 )
 from stageline.runtime.offload import HostMemory, Parking
 from stageline.runtime.randomness import Key, Silent, drawing
-from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
+from stageline.runtime.split_backward import (
+    CatchWeights,
+    Caught,
+    InBackward,
+    add_weight_gradients,
+)
 from stageline.runtime.tied import TiedWeights
 from stageline.runtime.versions import Versions
 
@@ -201,7 +205,7 @@ class Stage:
         with self._gathering(graph.version):
             add_filled(waiting.filled.pop(microbatch, []))
             if roots:
-                with self._watched_hooks(in_halves=in_halves, is_caught=bool(graph.calls)):
+                with self._watched_hooks(graph.calls, in_halves=in_halves):
                     engine.backward(roots, seeds)
             if in_halves:
                 waiting.owed[microbatch] = graph.calls, graph.version
@@ -219,6 +223,10 @@ class Stage:
         with self._gathering(version):
             add_weight_gradients(calls, fused=self.is_fused)
 
+    def is_caught(self, layer: int, step: int) -> bool:
+        """Whether gradients of a layer's weights may wait, or be fused."""
+        return not self.is_compiled and self.inner.is_caught(layer, step)
+
     def keep_versions(self, depth: int) -> None:
         """Of its weights, from now on, if older ones stay in use or layers share weights."""
         modules = {bound.number: bound.layer.module for bound in self.bound}
@@ -235,11 +243,11 @@ class Stage:
         return nullcontext() if self.versions is None else self.versions.gathering(version)
 
     def _watched_hooks(
-        self, *, in_halves: bool, is_caught: bool
+        self, calls: list[Caught], *, in_halves: bool
     ) -> AbstractContextManager[InBackward | None]:
-        """Hooks may take gradients as well, and then nothing can be caught."""
+        """Around a backward: hooks may take gradients as well."""
         may_catch = (in_halves or self.is_fused) and not self.is_compiled
-        return InBackward(self.inner, is_caught=is_caught) if may_catch else nullcontext()
+        return InBackward(self.inner, calls) if may_catch else nullcontext()
 
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
         """Run forward, and again if it turns out that the stage has to run in another way."""
@@ -251,7 +259,7 @@ class Stage:
         except RuntimeError as error:
             if state is None or self.inner.differentiates or NO_SAVED_TENSORS not in str(error):
                 raise
-            self.inner.note()
+            self.inner.differentiates = True
         assert state is not None  # there is a graph, or nobody would ask for this
         state.check_unmoved(self.at_work)
         self.statistics.forget(this.step, this.microbatch)
@@ -262,7 +270,9 @@ class Stage:
         watches = grad and not self.is_compiled and self.inner.watches(this.step, loss_fn)
         is_kept = grad and (again or not this.recompute)
         may_catch = is_kept and not self.is_compiled and (this.in_halves or self.is_fused)
-        catch = CatchWeights(self.inner, watches=watches) if may_catch or watches else None
+        catch = None
+        if may_catch or watches:
+            catch = CatchWeights(self.inner, catches=may_catch, watches=watches)
         saves = watches or self.inner.differentiates  # what its graph saves may be needed at once
         parking = Parking(self.host_memory) if this.offload and self.host_memory else None
         written: dict[Value, Any] = {}
