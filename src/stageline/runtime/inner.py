@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 
 from stageline.errors import ModelError
 from stageline.runtime.randomness import is_of_torch
@@ -27,7 +26,7 @@ from stageline.runtime.randomness import is_of_torch
 DIFFERENTIATES: frozenset[Callable[..., Any]] = frozenset(
     {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 )
-# Names of torch's that enter its one level of forward-mode differentiation, which all threads share.
+# Names of torch's that enter its level of forward-mode differentiation, which all threads share.
 FORWARD_MODE = frozenset({"jvp", "jacfwd", "hessian", "linearize", "dual_level", "make_dual"})
 FORWARD_LEVEL = RLock()  # guards that level
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,7 +35,7 @@ NO_SAVED_TENSORS = "support saved tensor hooks"  # what torch.func says where th
 Filled = list[tuple[Tensor, Tensor]]  # weights, and gradients that a forward brought them
 
 
-class RepeatForward(BaseException):  # noqa: N818  no error: the stage's forward begins again
+class RepeatForward(BaseException):
     """Raised inside a layer that does something for which its stage has to run in another way."""
 
 
@@ -130,7 +129,8 @@ class Inner:
         """All weights that are trained, where a layer has doubles of them these."""
         found: dict[int, Tensor] = {}
         for number, module in self.modules.items():
-            own = dict(module.named_parameters(remove_duplicate=False)) | doubles.get(number, {})
+            own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+            own |= doubles.get(number, {})
             found |= {id(w): w for w in own.values() if w.requires_grad and not w.is_meta}
         return list(found.values())
 
@@ -165,7 +165,7 @@ def is_transformed(args: Iterable[Any]) -> bool:
         return True
     # the level is one for all threads, so a tensor has to tell whether it takes part
     return forward_ad._current_level >= 0 and any(  # noqa: SLF001
-        forward_ad.unpack_dual(item).tangent is not None
+        forward_ad.unpack_dual(item).tangent is not None  # type: ignore[no-untyped-call]
         for item in args
         if isinstance(item, Tensor)
     )
@@ -190,7 +190,10 @@ def filled_apart(weights: Iterable[Tensor]) -> Iterator[Filled]:
         weight.grad = None
 
     before = [(weight, weight.grad) for weight in weights]
-    handles = [weight.register_post_accumulate_grad_hook(put_aside) for weight, _ in before]
+    handles = [
+        weight.register_post_accumulate_grad_hook(put_aside)  # type: ignore[no-untyped-call]
+        for weight, _ in before
+    ]
     try:
         for weight, _ in before:
             weight.grad = None

@@ -38,7 +38,7 @@ def plain_step(
     """
     is_fused = accumulate == "fused"
     direct = {n for n in (LOSS_NUMBER, *range(len(layers))) if not is_caught(n)}
-    tied = TiedWeights.of(layers)
+    tied = TiedWeights.of(layers).without_hooked()
     statistics = Statistics.of((layer.module for layer in layers.layers), batch_norm)
     for microbatch, target in enumerate(step.targets):
         catch = CatchWeights(Inner.given(direct)) if is_fused else None

@@ -93,11 +93,11 @@ class CatchWeights(TorchFunctionMode):
     """
 
     def __init__(
-        self, inner: Inner | None = None, *, catches: bool = True, watches: bool = False
+        self, known: Inner | None = None, *, catches: bool = True, watches: bool = False
     ) -> None:
         super().__init__()
-        self.inner, self.catches, self.watches = inner or Inner(), catches, watches
-        self.forward = Forward(self.inner)
+        self.known, self.catches, self.watches = known or Inner(), catches, watches
+        self.forward = Forward(self.known)
         self.layer = 0  # its number
         self.calls: list[Caught] = []
         self.used: dict[int, tuple[Tensor, int]] = {}  # by id: weights to be caught, their layer
@@ -106,7 +106,7 @@ class CatchWeights(TorchFunctionMode):
 
     def __exit__(self, *error: object) -> None:
         self.forward.is_over = True
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -123,7 +123,7 @@ class CatchWeights(TorchFunctionMode):
         if not weights:
             return func(*args, **kwargs)
         if func in CAUGHT and torch.is_grad_enabled() and self._may_catch(weights, given):
-            if not self.catches or (self.watches and not self.inner.is_harmless(self.layer)):
+            if not self.catches or (self.watches and not self.known.is_harmless(self.layer)):
                 return func(*args, **kwargs)
             return self._catch(func, args, kwargs, weights)
         result = func(*args, **kwargs)
@@ -134,7 +134,7 @@ class CatchWeights(TorchFunctionMode):
 
     def _may_catch(self, weights: list[nn.Parameter], given: tuple[Any, ...]) -> bool:
         """Whether a call is one of those that are caught, now or after the first step."""
-        if self.inner.is_direct(self.layer):
+        if self.known.is_direct(self.layer):
             return False
         if is_transformed(given):
             self._differentiate([])
@@ -145,18 +145,18 @@ class CatchWeights(TorchFunctionMode):
 
     def _differentiate(self, weights: list[nn.Parameter]) -> None:
         """The layer takes gradients, maybe of these weights, or transforms a function."""
-        if not self.inner.is_given:
+        if not self.known.is_given:
             layers = {self.used[id(weight)][1] for weight in weights if id(weight) in self.used}
-            self.inner.note({self.layer, *layers})
+            self.known.note({self.layer, *layers})
             self._begin_again(lambda call: call.layer in {self.layer, *layers})
 
     def _check(self, weights: list[nn.Parameter]) -> bool:
         """Layers that use a weight in both ways are not caught; False if there are any."""
         both = [w for w in weights if id(w) in self.used and id(w) in self.direct]
-        if not both or self.inner.is_given:
+        if not both or self.known.is_given:
             return True
-        self.inner.direct |= {self.layer, *(self.used[id(weight)][1] for weight in both)}
-        self._begin_again(lambda call: call.layer in self.inner.direct)
+        self.known.direct |= {self.layer, *(self.used[id(weight)][1] for weight in both)}
+        self._begin_again(lambda call: call.layer in self.known.direct)
         return False
 
     def _begin_again(self, is_wrong: Callable[[Caught], bool]) -> None:
@@ -221,9 +221,9 @@ class InBackward(TorchFunctionMode):
     others, and it keeps those that it has not caught by then.
     """
 
-    def __init__(self, inner: Inner, calls: Sequence[Caught]) -> None:
+    def __init__(self, known: Inner, calls: Sequence[Caught]) -> None:
         super().__init__()
-        self.inner, self.calls = inner, calls
+        self.known, self.calls = known, calls
 
     def __torch_function__(
         self,
@@ -235,7 +235,7 @@ class InBackward(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in DIFFERENTIATES:
             return func(*args, **kwargs)
-        self.inner.note_hook()
+        self.known.note_hook()
         if not self.calls:
             return func(*args, **kwargs)
         given = {id(weight) for weight in _weights((*args, *kwargs.values()))}

@@ -24,7 +24,6 @@ from stageline.runtime.inner import (
     Filled,
     Inner,
     RepeatForward,
-    State,
     add_filled,
     check_untouched,
     filled_apart,
@@ -134,7 +133,7 @@ class Stage:
         device: torch.device | None = None,
         host_memory: HostMemory | None = None,
     ) -> None:
-        self.layers, self.numbers = layers, numbers
+        self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
         self.sent = tuple(sorted(sent))
         self.has_output = layers.output.writer in numbers
@@ -211,6 +210,7 @@ class Stage:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
+            self.tied.put_aside(self.numbers, microbatch)
         back: Gradients = {}
         for (number, value), leaves in graph.reads.items():
             back.setdefault(value, []).append((number, [leaf.grad for leaf in leaves]))
@@ -222,6 +222,7 @@ class Stage:
         calls, version = waiting.owed.pop(microbatch)
         with self._gathering(version):
             add_weight_gradients(calls, fused=self.is_fused)
+            self.tied.put_aside(self.numbers, microbatch)
 
     def is_caught(self, layer: int, step: int) -> bool:
         """Whether gradients of a layer's weights may wait, or be fused."""
@@ -269,10 +270,7 @@ class Stage:
         loss_fn = this.target.loss_fn if this.target else None
         watches = grad and not self.is_compiled and self.inner.watches(this.step, loss_fn)
         is_kept = grad and (again or not this.recompute)
-        may_catch = is_kept and not self.is_compiled and (this.in_halves or self.is_fused)
-        catch = None
-        if may_catch or watches:
-            catch = CatchWeights(self.inner, catches=may_catch, watches=watches)
+        catch = self._catch(this, is_kept=is_kept, watches=watches)
         saves = watches or self.inner.differentiates  # what its graph saves may be needed at once
         parking = Parking(self.host_memory) if this.offload and self.host_memory else None
         written: dict[Value, Any] = {}
@@ -286,8 +284,7 @@ class Stage:
                 around.enter_context(saved_tensors_hooks(_nothing, self.inner.lacks))
             elif parking and grad and not saves:
                 around.enter_context(saved_tensors_hooks(parking.put, parking.take))
-            if catch:
-                around.enter_context(catch)
+            around.enter_context(catch or nullcontext())
             if self.statistics.modules:
                 around.enter_context(self.statistics.watch(this.step, this.microbatch, again=again))
             weights = self.versions.of(this.version) if self.versions and grad else None
@@ -314,6 +311,13 @@ class Stage:
         self.at_work = self.name
         check_untouched((leaf for leaves in reads.values() for leaf in leaves), self.name)
         return Graph(reads, writes, loss, weight, calls, parking, this.version, filled)
+
+    def _catch(self, this: Pass, *, is_kept: bool, watches: bool) -> CatchWeights | None:
+        """What sees the functions of a forward, if they are of interest."""
+        catches = is_kept and not self.is_compiled and (this.in_halves or self.is_fused)
+        if not (catches or watches):
+            return None
+        return CatchWeights(self.inner, catches=catches, watches=watches)
 
     def _filled(
         self,
