@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol, Self
 
@@ -30,6 +31,7 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
+from stageline.runtime.doubles import Unchanged, copy_hooks, kept
 from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.guard import Guard
@@ -323,13 +325,22 @@ class Pipeline:
     def _difference(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> str | None:
         """Between a plain loop on copies, and a step of the pipeline that leaves no trace."""
         plain = self.layers.copy()
+        weights = list(self.layers.modules.parameters())
+        copy_hooks(weights, plain.modules.parameters())
         expected = self._training_step(*detached((inputs, target, named)))
-        plain_step(plain, expected, self.batch_norm, self.accumulate)
-        with left_as_it_was(self.layers):
+        is_caught = partial(self._is_caught, expected.number)
+        plain_step(plain, expected, self.batch_norm, self.accumulate, is_caught)
+        with left_as_it_was(self.layers), kept(weights):
             step = self._training_step(inputs, target, named)
             self._run(step)
             cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
             return compare(self.layers, plain, step.losses, expected.losses, cut)
+
+    def _is_caught(self, step: int, layer: int) -> bool:
+        """Whether gradients of a layer, or of the loss if it is -1, may wait or be fused."""
+        stages = self.executor.stages
+        stage = next((stage for stage in stages if layer in stage.numbers), stages[-1])
+        return stage.is_caught(layer, step)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers; with several processes, those of this one."""
@@ -711,9 +722,11 @@ class Pipeline:
         if has_backward:
             self.peers.begin(self.parameters())
         before = torch.get_rng_state()
+        unchanged = Unchanged(self.parameters() if len(step.inputs) > 1 else ())
         try:
             moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
+            unchanged.check()
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()

@@ -68,6 +68,7 @@ class Solo:
         except Exception as error:
             raise self._failure(number, error) from error
         stage.statistics.seen.clear()
+        stage.inner.trust()  # the next one is as those after the first step
         return Run(number, in_halves, written, waiting)
 
     def ones(self, run: Run) -> Gradients:

@@ -83,10 +83,12 @@ class Statistics:
 
         return note
 
-    def forget(self, step: int) -> None:
-        """Forwards that will be run again."""
+    def forget(self, step: int, microbatch: int | None = None) -> None:
+        """Forwards that will be run again, of a step or of one micro-batch."""
         for found in self.seen.values():
-            found[:] = [pair for pair in found if pair[0][0] != step]
+            found[:] = [
+                pair for pair in found if pair[0][0] != step or microbatch not in (None, pair[0][1])
+            ]
 
     def update(self, step: int, of_replicas: Callable[[Seen], Seen]) -> None:
         """At the end of a step: what all replicas saw goes into the running statistics."""

@@ -71,9 +71,10 @@ class _Enter(torch.autograd.Function):
         inbox: Inbox = ctx.inbox
         if not inbox.is_awaited:
             raise ModelError(
-                "a layer calls backward() in its forward, through values that other stages made, "
-                "but their part of the graph is elsewhere: detach() its inputs first, or use "
-                "torch.autograd.grad with the tensors whose gradients it needs"
+                "a backward() inside a forward goes through what it was given to the layers of "
+                "earlier stages, which it cannot reach from here: detach() what it was given "
+                "before, put the layers into one stage, or return the loss and add it to the "
+                "model's"
             )
         inbox.arrived = gradients
         return None, None, *(None for _ in gradients)

@@ -6,7 +6,7 @@ with the pipeline: no stages, no messages, no halves, no recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,25 +18,36 @@ from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime import trees
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.executor import Step
+from stageline.runtime.inner import Inner
 from stageline.runtime.randomness import Key, drawing
 from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
-from stageline.runtime.stage import LOSS
+from stageline.runtime.stage import LOSS, LOSS_NUMBER
 from stageline.runtime.tied import TiedWeights
 
 
 def plain_step(
-    layers: LayerSequence, step: Step, batch_norm: str, accumulate: str = "exact"
+    layers: LayerSequence,
+    step: Step,
+    batch_norm: str,
+    accumulate: str = "exact",
+    is_caught: Callable[[int], bool] = lambda _: True,
 ) -> None:
-    """Forward and backward of all micro-batches, in ascending order."""
+    """Forward and backward of all micro-batches, in ascending order.
+
+    `is_caught` tells of the number of a layer whether gradients may be added inside of products.
+    """
     is_fused = accumulate == "fused"
-    tied = TiedWeights.of(layers)
+    direct = {n for n in (LOSS_NUMBER, *range(len(layers))) if not is_caught(n)}
+    tied = TiedWeights.of(layers).without_hooked()
     statistics = Statistics.of((layer.module for layer in layers.layers), batch_norm)
     for microbatch, target in enumerate(step.targets):
+        catch = CatchWeights(Inner.given(direct)) if is_fused else None
         with ExitStack() as around:
             step.ambient.enter(around, grad=True)
             around.enter_context(statistics.watch(step.number, microbatch, again=False))
-            catch = around.enter_context(CatchWeights()) if is_fused else None
-            output = _output(layers, step, microbatch, tied)
+            if catch:
+                around.enter_context(catch)
+            output = _output(layers, step, microbatch, tied, catch)
             with drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)):
                 loss = target.loss(output)
         loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
@@ -47,9 +58,17 @@ def plain_step(
     statistics.update(step.number, lambda seen: seen)
 
 
-def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeights) -> Any:
+def _output(
+    layers: LayerSequence,
+    step: Step,
+    microbatch: int,
+    tied: TiedWeights,
+    catch: CatchWeights | None,
+) -> Any:
     values: dict[Value, Any] = {}
     for number, layer in enumerate(layers.layers):
+        if catch:
+            catch.layer = number
         read = (
             step.inputs[microbatch][value.name] if value.writer == INPUT else values[value]
             for value in layers.sources[number]
@@ -58,6 +77,8 @@ def _output(layers: LayerSequence, step: Step, microbatch: int, tied: TiedWeight
             result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
         results = layer.written(result)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
+    if catch:
+        catch.layer = LOSS_NUMBER
     return values[layers.output]
 
 

@@ -388,13 +388,38 @@ class Group:
 
     @together("gradients of tied weights")
     def share_tied(self, tied: TiedWeights, homes: Sequence[int]) -> None:
-        for _, uses in tied.by_weight:
-            if len({homes[number] for number, _ in uses}) > 1:
-                for number, double in uses:
-                    forms = [Form.of(double)]
-                    gradient = self._broadcast([double.grad], forms, homes[number])[0]
-                    if not double.is_meta:  # it is used here as well
-                        double.grad = gradient
+        spread = [
+            (weight, uses)
+            for weight, uses in tied.by_weight
+            if len({homes[number] for number, _ in uses}) > 1
+        ]
+        told = self._gathered([weight in tied.hooked for weight, _ in spread]) if spread else []
+        for place, (_, uses) in enumerate(spread):
+            are_hooked = {homes[number]: told[homes[number]][place] for number, _ in uses}
+            if any(are_hooked.values()) and not all(are_hooked.values()):
+                raise ModelError(
+                    "a weight that layers on several ranks use has hooks on "
+                    f"{[rank for rank, is_hooked in are_hooked.items() if is_hooked]} only, but is "
+                    f"used on {list(are_hooked)}: register hooks on all ranks"
+                )
+            for number, double in uses:
+                if all(are_hooked.values()):
+                    self._share_apart(double, tied.apart, homes[number])
+                    continue
+                forms = [Form.of(double)]
+                gradient = self._broadcast([double.grad], forms, homes[number])[0]
+                if not double.is_meta:  # it is used here as well
+                    double.grad = gradient
+
+    def _share_apart(
+        self, double: nn.Parameter, apart: dict[nn.Parameter, dict[int, Tensor]], home: int
+    ) -> None:
+        """Gradients of a double by micro-batch, of a weight with hooks."""
+        for microbatch in range(self.num_microbatches):
+            own = apart.get(double, {}).get(microbatch)
+            gradient = self._broadcast([own], [Form.of(double)], home)[0]
+            if not double.is_meta and gradient is not None:
+                apart.setdefault(double, {})[microbatch] = gradient
 
     @together("the model")
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:

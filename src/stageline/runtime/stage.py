@@ -20,14 +20,30 @@ from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
 from stageline.runtime.entry import Entry, gradients_by_value
 from stageline.runtime.in_place import NO_MARKS, Entering, InPlace, Mark, Marks, version_of
+from stageline.runtime.inner import (
+    NO_SAVED_TENSORS,
+    Filled,
+    Inner,
+    RepeatForward,
+    add_filled,
+    filled_apart,
+    filled_never,
+)
+from stageline.runtime.layer_state import Before, LayerState, as_it_was
 from stageline.runtime.offload import HostMemory, Parking
 from stageline.runtime.randomness import Key, Silent, drawing
-from stageline.runtime.split_backward import CatchWeights, Caught, add_weight_gradients
+from stageline.runtime.split_backward import (
+    CatchWeights,
+    Caught,
+    InBackward,
+    add_weight_gradients,
+)
 from stageline.runtime.tied import TiedWeights
 from stageline.runtime.versions import Versions
 
 NOTHING = torch.empty(0)
 LOSS = "loss_fn"  # in the place of a layer's name
+LOSS_NUMBER = -1  # in the place of its number
 Values = Mapping[Value, Any]
 Gradients = dict[Value, list[Tensor | None]]  # of each value, those of its tensors
 
@@ -82,6 +98,7 @@ class Kept(NamedTuple):
     again: Pass
     versions: list[int]
     target_versions: list[int]
+    state: Before  # of its layers, as far as the first run moved it
 
 
 class Graph(NamedTuple):
@@ -96,6 +113,7 @@ class Graph(NamedTuple):
     calls: list[Caught]  # that use weights, if these were caught
     parking: Parking | None
     version: int = 0  # of the weights that were used
+    filled: Filled | None = None  # gradients that the forward itself brought to weights
 
 
 @dataclass
@@ -105,6 +123,7 @@ class Waiting:
     passes: dict[int, Kept] = field(default_factory=dict)  # from a forward to its recomputation
     graphs: dict[int, Graph] = field(default_factory=dict)  # from a forward to its backward
     owed: dict[int, tuple[list[Caught], int]] = field(default_factory=dict)  # from an I to its W
+    filled: dict[int, Filled] = field(default_factory=dict)  # from a forward to its backward
 
 
 class Bound(NamedTuple):
@@ -132,7 +151,7 @@ class Stage:
         device: torch.device | None = None,
         host_memory: HostMemory | None = None,
     ) -> None:
-        self.layers, self.numbers = layers, numbers
+        self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
         self.sent = tuple(sorted(sent))
         self.has_output = layers.output.writer in numbers
@@ -149,8 +168,13 @@ class Stage:
         shared = [v for v in self.reads if v.writer == INPUT or others[v]]
         later = [v for v in self.reads if any(number >= numbers.stop for number in others[v])]
         self.in_place = InPlace(modules, shared, later)
+        self.inner = Inner(
+            {number: layers.layers[number].module for number in numbers},
+            untracked=self.statistics.modules if batch_norm == "minibatch" else (),
+        )
         self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
         self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
+        self.state = LayerState(modules)
         self.gentle_losses: set[object] = set()  # functions that were seen to leave targets alone
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.at_work = ""  # the name of the layer that runs, for errors
@@ -159,9 +183,12 @@ class Stage:
         """Run the layers, and keep what the backward needs."""
         kept = self._kept(this) if this.recompute else None
         graph = self._run(this, grad=True, again=False)
+        if graph.filled:
+            waiting.filled[this.microbatch] = graph.filled
         if kept:
             self._look_at_target(this, kept)
-            waiting.passes[this.microbatch] = kept
+            moved_state = self.state.moved_since(kept.state)
+            waiting.passes[this.microbatch] = kept._replace(state=moved_state)
         else:
             waiting.graphs[this.microbatch] = graph
         written = {v: trees.map_leaves(trees.at_the_edge, t) for v, t in graph.writes.items()}
@@ -174,7 +201,8 @@ class Stage:
             versions = _versions([target.target])
             if target.loss_fn not in self.gentle_losses:
                 target = replace(target, target=trees.map_leaves(trees.copied, target.target))
-        return Kept(this._replace(target=target), _versions(this.values.values()), versions)
+        again, state = this._replace(target=target), self.state.before()
+        return Kept(again, _versions(this.values.values()), versions, state)
 
     def _look_at_target(self, this: Pass, kept: Kept) -> None:
         """Remember a loss that leaves its target alone: it is not copied again."""
@@ -202,14 +230,15 @@ class Stage:
 
     def prepare_backward(self, microbatch: int, waiting: Waiting) -> None:
         """Recompute what was not kept; this need not wait for the gradient to arrive."""
-        again, versions, _ = waiting.passes.pop(microbatch)
-        if _versions(again.values.values()) != versions:
+        kept = waiting.passes.pop(microbatch)
+        if _versions(kept.again.values.values()) != kept.versions:
             self.at_work = self.name
             raise ModelError(
                 "an input was changed in place between its forward and its backward, but the "
                 "forward is to be recomputed from it: change a clone, or after the backward"
             )
-        waiting.graphs[microbatch] = self._run(again, grad=True, again=True)
+        with as_it_was(kept.state):
+            waiting.graphs[microbatch] = self._run(kept.again, grad=True, again=True)
 
     def backward(
         self, microbatch: int, gradients: Gradients, waiting: Waiting, *, in_halves: bool
@@ -220,12 +249,15 @@ class Stage:
         roots, seeds = self._roots(graph, gradients)
         graph.entry.inbox.is_awaited = True
         with self._gathering(graph.version):
+            add_filled(waiting.filled.pop(microbatch, []))
             if roots:
-                engine.backward(roots, seeds)
+                with self._watched_hooks(graph.calls, in_halves=in_halves):
+                    engine.backward(roots, seeds)
             if in_halves:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
+            self.tied.put_aside(self.numbers, microbatch)
         counts = {value: len(tensors) for value, tensors in graph.reads.items()}
         return gradients_by_value(counts, graph.entry.gradients())
 
@@ -261,6 +293,11 @@ class Stage:
         calls, version = waiting.owed.pop(microbatch)
         with self._gathering(version):
             add_weight_gradients(calls, fused=self.is_fused)
+            self.tied.put_aside(self.numbers, microbatch)
+
+    def is_caught(self, layer: int, step: int) -> bool:
+        """Whether gradients of a layer's weights may wait, or be fused."""
+        return not self.is_compiled and self.inner.is_caught(layer, step)
 
     def keep_versions(self, depth: int) -> None:
         """Of its weights, from now on, if older ones stay in use or layers share weights."""
@@ -277,48 +314,124 @@ class Stage:
     def _gathering(self, version: int) -> AbstractContextManager[None]:
         return nullcontext() if self.versions is None else self.versions.gathering(version)
 
+    def _watched_hooks(
+        self, calls: list[Caught], *, in_halves: bool
+    ) -> AbstractContextManager[InBackward | None]:
+        """Around a backward: hooks may take gradients as well."""
+        may_catch = (in_halves or self.is_fused) and not self.is_compiled
+        return InBackward(self.inner, calls) if may_catch else nullcontext()
+
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
+        """Run forward, and again if it turns out that the stage has to run in another way."""
+        state = self.inner.state() if grad else None
+        try:
+            return self._run_once(this, grad=grad, again=again)
+        except RepeatForward:
+            pass
+        except RuntimeError as error:
+            if state is None or self.inner.differentiates or NO_SAVED_TENSORS not in str(error):
+                raise
+            self.inner.differentiates = True
+        assert state is not None  # there is a graph, or nobody would ask for this
+        state.check_unmoved(self.at_work)
+        self.statistics.forget(this.step, this.microbatch)
+        return self._run(this, grad=grad, again=again)
+
+    def _run_once(self, this: Pass, *, grad: bool, again: bool) -> Graph:
+        loss_fn = this.target.loss_fn if this.target else None
+        watches = grad and not self.is_compiled and self.inner.watches(this.step, loss_fn)
         is_kept = grad and (again or not this.recompute)
-        may_catch = is_kept and not self.is_compiled
-        catch = CatchWeights() if may_catch and (this.in_halves or self.is_fused) else None
+        catch = self._catch(this, is_kept=is_kept, watches=watches)
+        saves = watches or self.inner.differentiates  # what its graph saves may be needed at once
         parking = Parking(self.host_memory) if this.offload and self.host_memory else None
-        values: dict[Value, Any] = {}
+        entry, values = Entry(), dict[Value, Any]()
+        weights = self.versions.of(this.version) if self.versions and grad else {}
         with ExitStack() as around:
             this.ambient.enter(around, grad=grad)
-            entry = Entry()
             entering = self._enter(this, entry, values, is_kept=this.recompute and not again)
-            reads = {value: trees.tensors(this.values[value]) for value in self.reads}
-            if grad and not is_kept:
+            around.enter_context(self.inner.turn(loss_fn))
+            if grad and not is_kept and not saves:
                 # torch takes other kernels, with other bits, where no graph is recorded; so one is,
                 # and what it would save for the backward is dropped at once
-                around.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            elif parking and grad:
+                around.enter_context(saved_tensors_hooks(_nothing, self.inner.lacks))
+            elif parking and grad and not saves:
                 around.enter_context(saved_tensors_hooks(parking.put, parking.take))
-            if catch:
-                around.enter_context(catch)
+            around.enter_context(catch or nullcontext())
             if self.statistics.modules:
                 around.enter_context(self.statistics.watch(this.step, this.microbatch, again=again))
-            weights = self.versions.of(this.version) if self.versions and grad else None
-            for bound in self.bound:
-                doubles = weights[bound.number] if weights else bound.doubles
-                self._run_layer(bound, this, values, doubles)
-                if entering and not self.in_place.is_gentle:
-                    self.in_place.look(bound.layer.name, entering)
-                for value in bound.last_uses:
-                    del values[value]
+            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
+            self._run_layers(this, values, entering, weights, catch)
             loss = self._loss(this, values) if this.target else None
-            if entering and not self.in_place.is_gentle:
+            if not self.in_place.is_gentle:
                 self.in_place.note(entering)
-        # the tensors as they are now: a layer may still change the dict or list that it returned
+        if filled:
+            self.inner.fill()
+        writes = self._written(this, values)
+        sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
+        return Graph(
+            entry,
+            {value: trees.tensors(this.values[value]) for value in self.reads},
+            writes,
+            loss,
+            this.target.weight if this.target else 0.0,
+            self.in_place.leaving(sent, entering),
+            catch.calls if catch else [],
+            parking,
+            this.version,
+            filled,
+        )
+
+    def _run_layers(
+        self,
+        this: Pass,
+        values: dict[Value, Any],
+        entering: list[Entering],
+        weights: Mapping[int, dict[str, Tensor]],
+        catch: CatchWeights | None,
+    ) -> None:
+        for bound in self.bound:
+            if catch:
+                catch.layer = bound.number
+            self._run_layer(bound, this, values, weights.get(bound.number, bound.doubles))
+            if not self.in_place.is_gentle:
+                self.in_place.look(bound.layer.name, entering)
+            for value in bound.last_uses:
+                del values[value]
+        if catch:
+            catch.layer = LOSS_NUMBER
+
+    def _written(self, this: Pass, values: dict[Value, Any]) -> dict[Value, Any]:
+        """Return what others read, and the output if there is no loss to take it.
+
+        With the tensors as they are now: a layer may still change a dict or list that it returned.
+        """
         kept = self.sent
         if self.has_output and not this.target and self.layers.output not in kept:
             kept = (*kept, self.layers.output)
-        writes = {value: trees.map_leaves(trees.itself, values[value]) for value in kept}
-        sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
-        marks = self.in_place.leaving(sent, entering)
-        weight = this.target.weight if this.target else 0.0
-        calls = catch.calls if catch else []
-        return Graph(entry, reads, writes, loss, weight, marks, calls, parking, this.version)
+        return {value: trees.map_leaves(trees.itself, values[value]) for value in kept}
+
+    def _catch(self, this: Pass, *, is_kept: bool, watches: bool) -> CatchWeights | None:
+        """What sees the functions of a forward, if they are of interest."""
+        catches = is_kept and not self.is_compiled and (this.in_halves or self.is_fused)
+        if not (catches or watches):
+            return None
+        return CatchWeights(self.inner, catches=catches, watches=watches)
+
+    def _filled(
+        self,
+        versions: Mapping[int, Mapping[str, Tensor]] | None,
+        loss_fn: Callable[..., Any] | None,
+        *,
+        grad: bool,
+    ) -> AbstractContextManager[Filled]:
+        """Around a forward, for gradients that a backward inside it brings to weights."""
+        if not grad or self.inner.is_trusted(loss_fn):
+            return nullcontext([])
+        doubles = versions or {bound.number: bound.doubles or {} for bound in self.bound}
+        weights = self.inner.weights(doubles)
+        if self.inner.keeps_apart and not self.is_compiled:
+            return filled_apart(weights)
+        return filled_never(weights, self.name)
 
     def _enter(
         self, this: Pass, entry: Entry, values: dict[Value, Any], *, is_kept: bool

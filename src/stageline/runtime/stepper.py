@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
+from stageline.runtime.doubles import Unchanged
 from stageline.runtime.undo import check_undoable
 
 if TYPE_CHECKING:
@@ -126,12 +127,17 @@ class Stepper:
         self.meddled: str | None = None
         self.clipping: LateClipping | None = None  # if the norm of all gradients has a limit
         self.at_work: set[Optimizer] = set()
+        self.unchanged: dict[int, Unchanged] = {}  # by stage, in a stream
         self.release = weakref.finalize(self, self._refuse_others())
 
     def step(self, number: int, depth: int, step: Step) -> Update:
         """In a stream: all gradients of a mini-batch are there, on this stage."""
         self.begin_late((number,), step)
-        return self._step(self.own[number], self.stages[number].versions, depth)
+        if number in self.unchanged:
+            self.unchanged[number].check()
+        update = self._step(self.own[number], self.stages[number].versions, depth)
+        self._keep_watch(number)
+        return update
 
     @property
     def schedulers(self) -> list[LRScheduler]:
@@ -188,9 +194,15 @@ class Stepper:
     def begin(self) -> None:
         """A stream: from now on options are ours alone."""
         self.meddled = None
-        for own in self.own.values():
+        for number, own in self.own.items():
             if own is not None:
                 own.known = options_of(own.optimizer)
+                self._keep_watch(number)
+
+    def _keep_watch(self, number: int) -> None:
+        """On weights that hooks of the user's could change before the next step."""
+        if own := self.own[number]:
+            self.unchanged[number] = Unchanged(own.parameters)
 
     def _look_for_meddling(self, number: int, own: StageOptimizer) -> None:
         found = own.meddling()

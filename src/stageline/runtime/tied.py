@@ -4,30 +4,42 @@ same memory.
 Gradients gather in the doubles, micro-batch by micro-batch, whichever rank a layer is on and
 whenever it runs. Once a step they are added up in the order of the layers. So the sum has the same
 bits however the model is cut, and the optimizer sees one parameter.
+
+A weight with hooks is another matter: in a plain loop they see the gradient of each micro-batch,
+the sum of all uses. So the gradients of such a weight's doubles are put aside by micro-batch. At
+the end of the step autograd takes their sums to the weight, one by one, which calls the hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
+from stageline.runtime import engine
+from stageline.runtime.doubles import data_of, double_of, is_hooked
 
 NOWHERE: Mapping[int, torch.device | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """By layer the doubles under their names in its module; by weight the layers and doubles."""
+    """By layer the doubles under their names in its module; by weight the layers and doubles.
+
+    State: the weights that have hooks in this step, and the gradients of their doubles by
+    micro-batch.
+    """
 
     by_layer: Mapping[int, dict[str, torch.Tensor]]
     by_weight: tuple[tuple[nn.Parameter, tuple[tuple[int, nn.Parameter], ...]], ...]
+    hooked: set[nn.Parameter] = field(default_factory=set)
+    apart: dict[nn.Parameter, dict[int, Tensor]] = field(default_factory=dict)  # by double
 
     @staticmethod
     def of(
@@ -47,30 +59,63 @@ class TiedWeights:
             if len(places) > 1:
                 doubles = []
                 for number, found in places:
-                    here = weight.detach().to(devices.get(number) or weight.device)
-                    double = nn.Parameter(here, requires_grad=weight.requires_grad)
+                    here = data_of(weight).to(devices.get(number) or weight.device)
+                    double = double_of(weight, here, requires_grad=weight.requires_grad)
                     by_layer.setdefault(number, {}).update(dict.fromkeys(found, double))
                     doubles.append((number, double))
                 by_weight.append((weight, tuple(doubles)))
         _check_modules(layers, by_layer)
         return TiedWeights(by_layer, tuple(by_weight))
 
+    def without_hooked(self) -> TiedWeights:
+        """Return those without hooks, for a loop in which autograd itself calls the hooks."""
+        hooked = {weight for weight, _ in self.by_weight if is_hooked(weight)}
+        doubles = {d for w, uses in self.by_weight if w in hooked for _, d in uses}
+        by_layer = {
+            number: {name: d for name, d in found.items() if d not in doubles}
+            for number, found in self.by_layer.items()
+        }
+        return TiedWeights(by_layer, tuple(w for w in self.by_weight if w[0] not in hooked))
+
     def refresh(self) -> None:
         """Before a step: the doubles follow what was done to the weights, and hold nothing."""
+        self.apart.clear()
+        self.hooked.clear()
+        self.hooked.update(weight for weight, _ in self.by_weight if is_hooked(weight))
         for weight, doubles in self.by_weight:
             for _, double in doubles:
                 double.data, double.grad = weight.data.to(double.device), None
                 double.requires_grad_(weight.requires_grad)
 
+    def put_aside(self, layers: Container[int], microbatch: int) -> None:
+        """After a backward of a micro-batch in these layers, for weights with hooks."""
+        for weight, doubles in self.by_weight:
+            for number, double in doubles:
+                if weight in self.hooked and number in layers and double.grad is not None:
+                    found = self.apart.setdefault(double, {})
+                    before = found.get(microbatch)  # from the first half of the backward
+                    found[microbatch] = double.grad if before is None else before + double.grad
+                    double.grad = None
+
     def add_gradients(self) -> None:
         """At the end of a step: from the doubles to the weights."""
         for weight, doubles in self.by_weight:
-            found = [double.grad for _, double in doubles if double.grad is not None]
-            if found:
+            if weight in self.hooked:
+                self._add_by_microbatch(weight, [double for _, double in doubles])
+            elif found := [double.grad for _, double in doubles if double.grad is not None]:
                 total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
-                weight.grad = total if weight.grad is None else weight.grad + total
+                engine.backward([engine.root(weight, total)], [total])
             for _, double in doubles:
                 double.grad = None
+        self.apart.clear()
+
+    def _add_by_microbatch(self, weight: nn.Parameter, doubles: list[nn.Parameter]) -> None:
+        """As a plain loop does: in a micro-batch the last layer's first, then hooks, then on."""
+        uses = [self.apart.get(double, {}) for double in reversed(doubles)]
+        for microbatch in sorted({number for use in uses for number in use}):
+            found = (use[microbatch] for use in uses if microbatch in use)
+            total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
+            engine.backward([engine.root(weight, total)], [total])
 
 
 def _check_modules(layers: LayerSequence, tied: Mapping[int, object]) -> None:

@@ -13,20 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stageline.errors import ModelError
+from stageline.runtime.doubles import data_of, double_of, hooked, is_hooked, run_post_hooks
+
 Use = tuple[int, nn.Parameter]  # a layer, and one of its weights
 
 
 class Version(NamedTuple):
-    """Doubles of all weights: by layer under their names in it, and by use."""
+    """Doubles of all weights: by layer under their names in it, and by use.
+
+    A weight with hooks has one double, under its first use: hooks see the sum of all uses in a
+    micro-batch. `followed` are the weights whose doubles call their hooks.
+    """
 
     by_layer: dict[int, dict[str, Tensor]]
     by_use: dict[Use, nn.Parameter]
+    followed: set[nn.Parameter]
 
 
 class Versions:
@@ -40,8 +48,19 @@ class Versions:
         self.gradients: dict[Use, Tensor] = {}
 
     def of(self, version: int) -> dict[int, dict[str, Tensor]]:
-        """By layer, what takes the place of its weights."""
-        return self.kept[version].by_layer
+        """By layer, what takes the place of its weights, with the hooks that they have now."""
+        kept = self.kept[version]
+        for (number, parameter), double in kept.by_use.items():
+            if double.requires_grad != parameter.requires_grad:
+                double.requires_grad_(parameter.requires_grad)
+            if is_hooked(parameter) and parameter not in kept.followed:
+                if any(use[1] is parameter and use[0] != number for use in kept.by_use):
+                    raise ModelError(
+                        "a hook was registered on a weight that several layers use, in the middle "
+                        "of a stream: register it before the stream begins"
+                    )
+                self._follow(parameter, double, kept.followed)
+        return kept.by_layer
 
     @contextmanager
     def gathering(self, version: int) -> Iterator[None]:
@@ -95,17 +114,29 @@ class Versions:
         return sum(storages.values())
 
     def _doubles(self) -> Version:
-        by_layer: dict[int, dict[str, Tensor]] = {}
-        by_use = {}
+        version = Version({number: {} for number in self.names}, {}, set())
+        shared: dict[nn.Parameter, nn.Parameter] = {}
         for number, names in self.names.items():
-            by_layer[number] = {}
             for parameter, found in names.items():
-                # from `data`: what a step does to the parameter must not look like a change of it
-                double = nn.Parameter(parameter.data, requires_grad=True)
-                double._backward_hooks = parameter._backward_hooks  # noqa: SLF001  of the user's
-                by_layer[number] |= dict.fromkeys(found, double)
-                by_use[number, parameter] = double
-        return Version(by_layer, by_use)
+                double = shared.get(parameter)
+                if double is None:
+                    # from `data`: what a step does to it must not look like a change of the double
+                    data = data_of(parameter).data
+                    double = double_of(parameter, data, requires_grad=parameter.requires_grad)
+                    version.by_use[number, parameter] = double
+                    if is_hooked(parameter):
+                        shared[parameter] = double
+                        self._follow(parameter, double, version.followed)
+                version.by_layer[number] |= dict.fromkeys(found, double)
+        return version
+
+    def _follow(
+        self, parameter: nn.Parameter, double: nn.Parameter, followed: set[nn.Parameter]
+    ) -> None:
+        """A double calls the hooks that its parameter has when a gradient arrives."""
+        double.register_hook(partial(hooked, parameter))  # type: ignore[no-untyped-call]
+        double.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
+        followed.add(parameter)
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
