@@ -31,7 +31,7 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.doubles import Unchanged, copy_hooks, kept
+from stageline.runtime.doubles import Unchanged
 from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.guard import Guard
@@ -61,7 +61,14 @@ from stageline.runtime.options import (
     recompute_modes,
     schedule_of,
 )
-from stageline.runtime.parity import compare, detached, left_as_it_was, plain_step
+from stageline.runtime.parity import (
+    Outcome,
+    compare,
+    detached,
+    left_as_it_was,
+    plain_step,
+    without_gradients,
+)
 from stageline.runtime.peers import Alone, Group, Peers, local
 from stageline.runtime.processes import Processes
 from stageline.runtime.result import StepResult
@@ -301,7 +308,7 @@ class Pipeline:
         """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
 
         Compared are the losses, all gradients and buffers. The model is left as it was; a second
-        copy of it and of its gradients must fit in memory.
+        copy of its gradients and buffers must fit in memory.
         """
         if self.is_asynchronous:
             raise ModelError(
@@ -323,18 +330,24 @@ class Pipeline:
             raise ParityError(difference)
 
     def _difference(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> str | None:
-        """Between a plain loop on copies, and a step of the pipeline that leaves no trace."""
-        plain = self.layers.copy()
-        weights = list(self.layers.modules.parameters())
-        copy_hooks(weights, plain.modules.parameters())
-        expected = self._training_step(*detached((inputs, target, named)))
-        is_caught = partial(self._is_caught, expected.number)
-        plain_step(plain, expected, self.batch_norm, self.accumulate, is_caught)
-        with left_as_it_was(self.layers), kept(weights):
-            step = self._training_step(inputs, target, named)
-            self._run(step)
-            cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
-            return compare(self.layers, plain, step.losses, expected.losses, cut)
+        """Compare a step of the pipeline with a plain loop over the same layers."""
+        outside: dict[Tensor, Tensor | None] = {}  # weights of the loss, say, and their gradients
+        try:
+            with left_as_it_was(self.layers, self.loss_fn):
+                expected = self._training_step(*detached((inputs, target, named)))
+                is_caught = partial(self._is_caught, expected.number)
+                modes = self.batch_norm, self.accumulate
+                plain_step(self.layers, expected, *modes, is_caught, outside)
+                wanted = Outcome.of(self.layers, expected, outside)
+            with left_as_it_was(self.layers, self.loss_fn), without_gradients(outside):
+                step = self._training_step(inputs, target, named)
+                self._run(step)
+                found = Outcome.of(self.layers, step, outside)
+        finally:
+            for leaf, gradient in outside.items():
+                leaf.grad = gradient
+        cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
+        return compare(self.layers, found, wanted, cut)
 
     def _is_caught(self, step: int, layer: int) -> bool:
         """Whether gradients of a layer, or of the loss if it is -1, may wait or be fused."""

@@ -66,16 +66,6 @@ def run_post_hooks(weight: nn.Parameter, double: nn.Parameter) -> None:
         raise changed_by_hook()
 
 
-def copy_hooks(weights: Iterable[nn.Parameter], copies: Iterable[nn.Parameter]) -> None:
-    """Give copies the hooks that weights have; copying a parameter leaves them behind."""
-    for weight, copy in zip(weights, copies, strict=True):
-        if weight._backward_hooks:  # noqa: SLF001
-            copy._backward_hooks = weight._backward_hooks.copy()  # noqa: SLF001
-        if has_post_hooks(weight):
-            for hook in weight._post_accumulate_grad_hooks.values():  # noqa: SLF001
-                copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
 class Unchanged:
     """Weights that hooks could change: in a plain loop the next micro-batch would see that."""
 

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.errors import ModelError
 from stageline.runtime.in_place import version_of
@@ -63,9 +62,8 @@ class LayerState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # BatchNorm's statistics have rules of their own
-        parts = [part for module in modules for part in module.modules()]
-        self.parts = [p for p in parts if not (isinstance(p, _BatchNorm) and is_of_torch(p))]
+        self.modules = list(modules)
+        self.parts = [part for module in self.modules for part in module.modules()]
         self.moving: set[tuple[int, str]] | None = None  # None: it has not run yet
         self.draws: bool | None = None  # from the generators of the host; None: not known
 
@@ -93,6 +91,18 @@ class LayerState:
         has_drawn = before.host is not None and not are_same(before.host, host_generators())
         self.draws = self.draws or has_drawn
         return Before(moved, before.host if has_drawn else None)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Let forwards run on copies, and put everything back afterwards."""
+        before = LayerState(self.modules).before()  # with copies of all tensors
+        known = {_key((seen.where, seen.name)) for seen in before.places}
+        with as_it_was(before):
+            try:
+                yield
+            finally:
+                for where, name in [p for p in self._places() if _key(p) not in known]:
+                    del where[name]
 
     def _check(self, seen: Seen) -> None:
         is_tensor = isinstance(seen.copied, Tensor)

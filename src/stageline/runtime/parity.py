@@ -6,19 +6,23 @@ with the pipeline: no stages, no messages, no halves, no recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
+from stageline.errors import StageError
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime import trees
 from stageline.runtime.batch_norm import Statistics
+from stageline.runtime.doubles import kept
 from stageline.runtime.executor import Step
 from stageline.runtime.inner import Inner
+from stageline.runtime.layer_state import LayerState
 from stageline.runtime.randomness import Key, drawing
 from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
 from stageline.runtime.stage import LOSS, LOSS_NUMBER
@@ -31,15 +35,20 @@ def plain_step(
     batch_norm: str,
     accumulate: str = "exact",
     is_caught: Callable[[int], bool] = lambda _: True,
+    outside: dict[Tensor, Tensor | None] | None = None,
 ) -> None:
-    """Forward and backward of all micro-batches, in ascending order.
+    """Run forward and backward of all micro-batches, in ascending order.
 
     `is_caught` tells of the number of a layer whether gradients may be added inside of products.
+    `outside` is filled with tensors in no layer that get gradients, and those that they had before.
     """
+    outside = {} if outside is None else outside
     is_fused = accumulate == "fused"
     direct = {n for n in (LOSS_NUMBER, *range(len(layers))) if not is_caught(n)}
     tied = TiedWeights.of(layers).without_hooked()
     statistics = Statistics.of((layer.module for layer in layers.layers), batch_norm)
+    inputs = (tensor for part in step.inputs for tensor in trees.tensors(part))
+    own = {id(tensor) for tensor in (*tied.weights(layers), *map(_base, inputs))}
     for microbatch, target in enumerate(step.targets):
         catch = CatchWeights(Inner.given(direct)) if is_fused else None
         with ExitStack() as around:
@@ -48,8 +57,14 @@ def plain_step(
             if catch:
                 around.enter_context(catch)
             output = _output(layers, step, microbatch, tied, catch)
-            with drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)):
+            with (
+                _named(LOSS, microbatch),
+                drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)),
+            ):
                 loss = target.loss(output)
+        for leaf in _leaves(loss):
+            if id(leaf) not in own and leaf not in outside:
+                outside[leaf], leaf.grad = leaf.grad, None
         loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
         if catch:
             add_weight_gradients(catch.calls, fused=True)
@@ -73,7 +88,10 @@ def _output(
             step.inputs[microbatch][value.name] if value.writer == INPUT else values[value]
             for value in layers.sources[number]
         )
-        with drawing(Key(step.seed, step.number, step.first + microbatch, layer.name)):
+        with (
+            _named(layer.name, microbatch),
+            drawing(Key(step.seed, step.number, step.first + microbatch, layer.name)),
+        ):
             result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
         results = layer.written(result)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
@@ -83,25 +101,64 @@ def _output(
 
 
 @contextmanager
-def left_as_it_was(layers: LayerSequence) -> Iterator[None]:
-    """Gradients set aside and buffers put back."""
-    modules = layers.modules
-    gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in modules.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    for parameter, _ in gradients:
-        parameter.grad = None
+def _named(layer: str, microbatch: int) -> Iterator[None]:
+    """Say in which layer something went wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise StageError(
+            f"layer {layer!r} failed in the plain loop that verify compares with, at micro-batch "
+            f"{microbatch}\n  {type(error).__name__}: {error}"
+        ) from error
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the tensors to which a backward will bring gradients."""
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable
+            waiting += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """Return the tensor that a micro-batch is a part of."""
+    return tensor if tensor._base is None else tensor._base  # noqa: SLF001  there is no public name
+
+
+@contextmanager
+def left_as_it_was(layers: LayerSequence, loss_fn: object = None) -> Iterator[None]:
+    """Set gradients aside, let forwards move copies of the layers' state, and put all back."""
+    modules = [*layers.modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    weights = list(nn.ModuleList(modules).parameters())
+    gradients = [(weight, weight.grad) for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    try:
+        with kept(weights), LayerState(modules).untouched():
+            yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+
+
+@contextmanager
+def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Set the gradients of tensors that are in no layer aside."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in before:
+        leaf.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, name, buffer, before in buffers:
-            buffer.copy_(before)
-            setattr(module, name, buffer)
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def detached(batch: Any) -> Any:
@@ -109,28 +166,46 @@ def detached(batch: Any) -> Any:
     return trees.map_leaves(lambda item: trees.at_the_edge(trees.copied(item)), batch)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind: the losses, and by layer and name gradients and buffers."""
+
+    losses: Mapping[int, Tensor]
+    tensors: Mapping[tuple[int, str], Tensor | None]
+    outside: Mapping[Tensor, Tensor | None]  # gradients of tensors that are in no layer
+
+    @staticmethod
+    def of(layers: LayerSequence, step: Step, outside: Iterable[Tensor]) -> Outcome:
+        tensors: dict[tuple[int, str], Tensor | None] = {}
+        for number, layer in enumerate(layers.layers):
+            for name, weight in layer.module.named_parameters():
+                tensors[number, name] = weight.grad
+            for name, buffer in layer.module.named_buffers():
+                tensors[number, name] = buffer
+        return Outcome(dict(step.losses), tensors, {leaf: leaf.grad for leaf in outside})
+
+
 def compare(
-    layers: LayerSequence,
-    plain: LayerSequence,
-    losses: Mapping[int, Tensor],
-    plain_losses: Mapping[int, Tensor],
-    cut: Sequence[range],
+    layers: LayerSequence, found: Outcome, wanted: Outcome, cut: Sequence[range]
 ) -> str | None:
-    """The first gradient, buffer or loss that is not the same to the bit, in words."""
-    pairs = ((stage, number) for stage, numbers in enumerate(cut) for number in numbers)
-    for stage, number in pairs:
-        layer, other = layers.layers[number], plain.layers[number]
-        wanted = {name: p.grad for name, p in other.module.named_parameters()}
-        wanted |= dict(other.module.named_buffers())
-        found = {name: p.grad for name, p in layer.module.named_parameters()}
-        found |= dict(layer.module.named_buffers())
-        for name, tensor in found.items():
-            if difference := _difference(f"{layer.name}.{name}", tensor, wanted[name], stage):
+    """Return the first gradient, buffer or loss that is not the same to the bit, in words."""
+    for stage, numbers in enumerate(cut):
+        for number in numbers:
+            names = [name for at, name in found.tensors if at == number]
+            for name in names:
+                whose = f"{layers.layers[number].name}.{name}"
+                pair = found.tensors[number, name], wanted.tensors.get((number, name))
+                if difference := _difference(whose, *pair, stage):
+                    return difference
+    last = len(cut) - 1
+    if cut[last]:
+        for leaf, gradient in found.outside.items():
+            name = f"a weight of shape {tuple(leaf.shape)} that is in no layer, but in the loss"
+            if difference := _difference(name, gradient, wanted.outside[leaf], last):
                 return difference
-    for microbatch, loss in losses.items():
-        plain_loss = plain_losses[microbatch]
+    for microbatch, loss in found.losses.items():
         name = f"the loss of micro-batch {microbatch}"
-        if difference := _difference(name, loss, plain_loss, len(cut) - 1):
+        if difference := _difference(name, loss, wanted.losses[microbatch], last):
             return difference
     return None
 

@@ -12,7 +12,7 @@ the end of the step autograd takes their sums to the weight, one by one, which c
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
@@ -86,6 +86,12 @@ class TiedWeights:
             for _, double in doubles:
                 double.data, double.grad = weight.data.to(double.device), None
                 double.requires_grad_(weight.requires_grad)
+
+    def weights(self, layers: LayerSequence) -> Iterator[Tensor]:
+        """Yield the weights that layers compute with, doubles included."""
+        yield from layers.modules.parameters()
+        for doubles in self.by_layer.values():
+            yield from doubles.values()
 
     def put_aside(self, layers: Container[int], microbatch: int) -> None:
         """After a backward of a micro-batch in these layers, for weights with hooks."""
