@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_a_value_of_many_readers_that_use_it_more_than_once(schedule: str) -> No
     torch.manual_seed(4)
     inputs = {"x": torch.randn(8, 5, 8), "source": torch.randn(8, 6, 8)}
     target = torch.randn(8, 5, 8)
-    options = {"num_ranks": 4, "num_microbatches": 8, "schedule": schedule}
+    options: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": schedule}
     Pipeline(cross_attention(), mse_loss, backend="serial", **options).verify(inputs, target)
     pipe = Pipeline(bias_of_all_layers(), mse_loss, backend="threads", **options)
     pipe.verify(inputs["x"], target)
@@ -194,9 +195,8 @@ def test_gradients_of_an_input_that_all_stages_read_are_those_of_a_plain_loop(
     bias.requires_grad_()
     pipe = Pipeline(layers, mse_loss, num_ranks=4, num_microbatches=4, schedule=schedule)
     pipe.step(x, target, bias=bias)
-    found = x.grad, bias.grad
-    x.grad = bias.grad = None
-    parts = zip(*(tensor.split(2) for tensor in (x, bias, target)), strict=True)
+    found = taken(x), taken(bias)
+    parts = zip(*(torch.split(tensor, 2) for tensor in (x, bias, target)), strict=True)
     losses = []
     for part, bias_part, wanted in parts:
         value = part
@@ -204,12 +204,15 @@ def test_gradients_of_an_input_that_all_stages_read_are_those_of_a_plain_loop(
             value = layer.module(value, bias_part)
         losses.append(mse_loss(value, wanted) * 0.25)
     torch.autograd.backward(losses)
-    assert found[0] is not None
-    assert found[1] is not None
-    assert x.grad is not None
-    assert bias.grad is not None
-    assert torch.equal(found[0], x.grad)
-    assert torch.equal(found[1], bias.grad)
+    assert torch.equal(found[0], taken(x))
+    assert torch.equal(found[1], taken(bias))
+
+
+def taken(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor, which has none afterwards."""
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None
+    return gradient
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,9 @@ def trained(make: Callable[[], nn.Module], recompute: str, backend: str) -> dict
     random.seed(2)
     np.random.seed(2)
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(make(), nn.Linear(6, 6)), nn.Linear(6, 3))
-    options = {"num_ranks": 3, "num_microbatches": 4, "schedule": "1f1b", "balance": None}
-    pipe = Pipeline(model, mse_loss, backend=backend, recompute=recompute, **options)
+    pipe = Pipeline(
+        model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend, recompute=recompute
+    )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     for _ in range(3):
         pipe.step(torch.randn(8, 6), torch.randn(8, 3))

@@ -65,7 +65,8 @@ def plain_step(
         for leaf in _leaves(loss):
             if id(leaf) not in own and leaf not in outside:
                 outside[leaf], leaf.grad = leaf.grad, None
-        loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
+        with _named("the backward", microbatch):
+            loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
         if catch:
             add_weight_gradients(catch.calls, fused=True)
         step.losses[microbatch] = loss.detach()
@@ -89,7 +90,7 @@ def _output(
             for value in layers.sources[number]
         )
         with (
-            _named(layer.name, microbatch),
+            _named(f"layer {layer.name!r}", microbatch),
             drawing(Key(step.seed, step.number, step.first + microbatch, layer.name)),
         ):
             result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
@@ -101,13 +102,13 @@ def _output(
 
 
 @contextmanager
-def _named(layer: str, microbatch: int) -> Iterator[None]:
-    """Say in which layer something went wrong."""
+def _named(what: str, microbatch: int) -> Iterator[None]:
+    """Say where something went wrong."""
     try:
         yield
     except Exception as error:
         raise StageError(
-            f"layer {layer!r} failed in the plain loop that verify compares with, at micro-batch "
+            f"{what} failed in the plain loop that verify compares with, at micro-batch "
             f"{microbatch}\n  {type(error).__name__}: {error}"
         ) from error
 
