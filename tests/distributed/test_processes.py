@@ -130,3 +130,21 @@ def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message:
     assert "StageError" in first.output
     assert message in first.output
     assert first.seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "what", "message"),
+    [
+        (3, "aliased", "shares its memory with another tensor"),
+        pytest.param(4, "seen later", "changes 'kept' in place", marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_are_hard_to_cut_have_the_bits_of_a_plain_loop(
+    num_ranks: int, what: str, message: str
+) -> None:
+    for ended in launch(
+        "borders", num_ranks, str(num_ranks), what, environment={"PYTHONPATH": "."}
+    ):
+        assert ended.code == 0, ended.output
+        assert "verified" in ended.output, ended.output
+        assert message in ended.output, ended.output

@@ -33,7 +33,7 @@ class Calling(nn.Module):
 
 def residual_around_permute() -> Case:
     def mixed(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
-        return x + linear(norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + torch.as_tensor(linear(norm(x).transpose(1, 2))).transpose(1, 2)
 
     blocks = [Calling(mixed, nn.LayerNorm(12), nn.Linear(9, 9)) for _ in range(8)]
     return [*blocks], torch.randn(8, 9, 12), torch.randn(8, 9, 12)
@@ -68,7 +68,7 @@ def recurrent_on_varying_lengths() -> Case:
 
 def attention_and_in_place() -> Case:
     def attend(attention: nn.Module, x: Tensor) -> Tensor:
-        return x + attention(x, x, x, need_weights=False)[0].mul_(0.5)
+        return x + torch.as_tensor(attention(x, x, x, need_weights=False)[0]).mul_(0.5)
 
     blocks: list[nn.Module | Layer] = []
     for _ in range(4):

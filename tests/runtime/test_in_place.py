@@ -49,7 +49,7 @@ class Passing(nn.Module):
         return x.view_as(x)
 
 
-PASSED = {
+PASSED: dict[str, Callable[[], nn.Module]] = {
     "Identity": nn.Identity,
     "Flatten": nn.Flatten,
     "Dropout(0)": lambda: nn.Dropout(0.0),

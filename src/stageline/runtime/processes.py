@@ -27,13 +27,14 @@ from torch import Tensor
 
 from stageline.errors import ModelError, StageError, StagelineError
 from stageline.model.layers import Value
-from stageline.runtime import wire
+from stageline.runtime import trees, wire
 from stageline.runtime.ahead import sent_as
 from stageline.runtime.devices import current
 from stageline.runtime.drivers import Running, failure_text, segments_to_drain
 from stageline.runtime.encoding import encode
 from stageline.runtime.exchange import as_tensor, from_tensor
 from stageline.runtime.executor import Executor, Message, Parcel, Step, Stream
+from stageline.runtime.in_place import Mark
 from stageline.runtime.late_clipping import Norms
 from stageline.runtime.mesh import Place
 from stageline.runtime.shapes import Form, Shape, value_shapes
@@ -72,6 +73,14 @@ class Layout:
         if self.is_forward:
             return list(wire.values_tensors(contents, self.values))
         return [tensor for value in self.values for tensor in contents[value]]
+
+    def places(self, contents: Mapping[Value, Any]) -> list[tuple[Value, int]]:
+        """Return for each tensor of a message of values its value, and its position there."""
+        return [
+            (value, position)
+            for value in self.values
+            for position in range(len(trees.tensors(contents[value])))
+        ]
 
     def contents(self, tensors: Sequence[Tensor | None]) -> dict[Value, Any]:
         assert self.shapes is not None
@@ -173,8 +182,12 @@ class Incoming:
 
 
 def _message(layout: Layout, buffer: Tensor) -> Message:
-    tensors, sent_at = layout.packing.unpack(buffer)
-    return Message(layout.contents(tensors), sent_at)
+    tensors, sent_at, aliased = layout.packing.unpack(buffer)
+    contents = layout.contents(tensors)
+    if not aliased:
+        return Message(contents, sent_at)
+    places = layout.places(contents)
+    return Message(contents, sent_at, {places[position]: Mark.ALIASED for position in aliased})
 
 
 class Outgoing:
@@ -192,17 +205,23 @@ class Outgoing:
         self.thread = Thread(target=self._wait, name="stageline-sends", daemon=True)
         self.thread.start()
 
-    def send(self, peer: int, layout: Layout, contents: Mapping[Value, Any]) -> None:
+    def send(self, peer: int, layout: Layout, message: Message) -> None:
+        contents: Mapping[Value, Any] = message.contents
         tensors = layout.tensors(contents)
+        aliased: list[int] = []
+        if message.marks:
+            places = layout.places(contents)
+            marks = (message.marks.get(place, Mark.NONE) for place in places)
+            aliased = [i for i, mark in enumerate(marks) if mark & Mark.ALIASED]
         if layout.shapes is None:
             layout = replace(layout, shapes=_actual_shapes(layout, contents))
             described = tuple(shape.described for shape in layout.shapes or ())
             header = as_tensor(encode(described))
             self._post(peer, torch.tensor([len(header)]), UNKNOWN)
             self._post(peer, header, UNKNOWN)
-            self._post(peer, layout.packing.pack(tensors), UNKNOWN)
+            self._post(peer, layout.packing.pack(tensors, aliased), UNKNOWN)
         else:
-            self._post(peer, layout.packing.pack(tensors), layout.packing.tag)
+            self._post(peer, layout.packing.pack(tensors, aliased), layout.packing.tag)
 
     def flush(self, beyond: int = 0) -> None:
         """If they take more than so many bytes."""
@@ -418,9 +437,9 @@ def _layout(executor: Executor, send: Action, known: Mapping[Value, Shape]) -> L
 def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:
     """All that the shapes of values depend on; cheaply for lone tensors."""
     return tuple(
-        (name, value.shape, value.dtype, value.stride())
+        (name, value.shape, value.dtype, value.stride(), value.requires_grad)
         if isinstance(value, Tensor)
-        else (name, repr(Shape.of(value)))
+        else (name, repr(Shape.of(value)), tuple(t.requires_grad for t in trees.tensors(value)))
         for name, value in sorted(inputs.items())
     )
 
@@ -446,7 +465,7 @@ class Network:
 
     def send(self, parcel: Parcel, message: Message) -> None:
         peer, layout = self._way(parcel)
-        self.home.outgoing.send(peer, layout, message.contents)
+        self.home.outgoing.send(peer, layout, message)
         self.post()
 
     def expect(self, minibatch: int, receive: Action) -> None:

@@ -82,6 +82,8 @@ def value_shapes(
         ambient.enter(around, grad=False)
         around.enter_context(mode)
         values = {Value(INPUT, name): _fake(value) for name, value in inputs.items()}
+        for name, value in inputs.items():
+            found[Value(INPUT, name)] = _gradients(Shape.of(value), value)
         for number, layer in enumerate(layers.layers):
             given = [values[source] for source in layers.sources[number]]
             try:
@@ -93,6 +95,17 @@ def value_shapes(
                 values[Value(number, name)] = written
                 found[Value(number, name)] = Shape.of(written)
     return found
+
+
+def _gradients(shape: Shape, value: Any) -> Shape:
+    """Of what the loader brings, only gradients are sent: none, if it needs none."""
+    tensors = iter(trees.tensors(value))
+    empty = Form((0,), torch.float32, (1,))
+    leaves = (
+        leaf if not isinstance(leaf, Form) or next(tensors).requires_grad else empty
+        for leaf in shape.leaves
+    )
+    return shape._replace(leaves=tuple(leaves))
 
 
 def _fake_copy(layer: Layer) -> torch.nn.Module:

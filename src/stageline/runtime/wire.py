@@ -1,21 +1,23 @@
 """Messages between processes: one buffer of bytes each.
 
-    [ time, digest of the forms, a flag for each tensor ][ tensor ][ tensor ] …
+    [ time, digest of the forms, for each tensor flags, lead and strides ][ tensor ][ tensor ] …
 
 Each tensor begins at a multiple of 64 bytes. Both sides know the forms of the tensors; the digest
-is there in case that they disagree. The time is when it was packed. A flag says whether the tensor
-is there (a gradient may be None) and whether it needs a gradient.
+is there in case that they disagree. The time is when it was packed. Flags say whether the tensor
+is there (a gradient may be None), whether it needs a gradient, whether it shares its memory with
+another one, and whether it had other strides or another alignment than its form. These are told
+then, and the other side gives it the same: results depend on them in their last bits.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from ctypes import memmove, string_at
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -26,10 +28,18 @@ from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.clock import SHIFT
 from stageline.runtime.shapes import Form, Shape
+from stageline.runtime.strided_copy import ALIGNED, copy_as, misalignment
 
-IS_THERE, NEEDS_GRADIENT = 1, 2
-ALIGNED = 64  # bytes, as torch's own memory: sums of MKL differ in the last bits where it is not
+IS_THERE, NEEDS_GRADIENT, IS_ALIASED, HAS_LAYOUT = 1, 2, 4, 8
 NUM_TAGS = 1 << 20
+
+
+class Unpacked(NamedTuple):
+    """What a message held."""
+
+    tensors: list[Tensor | None]
+    sent_at: float
+    aliased: list[int]  # positions of tensors that shared their memory with others
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Packing:
 
     @staticmethod
     def of(forms: Sequence[Form]) -> Packing:
-        head = struct.Struct(f"dI{len(forms)}B")
+        head = struct.Struct(f"dI{2 * len(forms)}B{sum(len(form.shape) for form in forms)}q")
         *starts, size = accumulate([head.size, *(form.num_bytes for form in forms)], _beyond)
         kinds = {form.dtype for form in forms}
         dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
@@ -65,35 +75,53 @@ class Packing:
     def empty(self) -> Tensor:
         return torch.empty(self.length, dtype=self.dtype)
 
-    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """One buffer; raises if a tensor is not of the form that the other side expects."""
+    def pack(self, tensors: Sequence[Tensor | None], aliased: Container[int] = ()) -> Tensor:
+        """One buffer; raises if a tensor is not of the form that the other side expects.
+
+        `aliased` are the positions of tensors that share their memory with others.
+        """
         buffer = torch.empty(self.length, dtype=self.dtype)
-        flags = []
-        for tensor, form, start in zip(tensors, self.forms, self.starts, strict=True):
-            if tensor is None:
-                flags.append(0)
-            else:
+        flags, leads, strides = list[int](), list[int](), list[int]()
+        for position, (tensor, form) in enumerate(zip(tensors, self.forms, strict=True)):
+            flag = lead = 0
+            stride = form.stride
+            if tensor is not None:
                 _check(tensor, form)
-                flags.append(IS_THERE + NEEDS_GRADIENT * tensor.requires_grad)
-                self._part(buffer, form, start).copy_(tensor.detach())
-        head = self.head.pack(perf_counter() + SHIFT, self.digest, *flags)
+                stride, lead = tensor.stride(), misalignment(tensor)
+                flag = IS_THERE + NEEDS_GRADIENT * tensor.requires_grad
+                flag += IS_ALIASED * (position in aliased)
+                flag += HAS_LAYOUT * (stride != form.stride or lead != 0)
+                self._part(buffer, form, self.starts[position]).copy_(tensor.detach())
+            flags.append(flag)
+            leads.append(lead)
+            strides += stride
+        head = self.head.pack(perf_counter() + SHIFT, self.digest, *flags, *leads, *strides)
         memmove(buffer.data_ptr(), head, len(head))
         return buffer
 
-    def unpack(self, buffer: Tensor) -> tuple[list[Tensor | None], float]:
-        """Views of the buffer, which lives as long as they do; and when it was packed."""
-        time, digest, *flags = self.head.unpack(string_at(buffer.data_ptr(), self.head.size))
+    def unpack(self, buffer: Tensor) -> Unpacked:
+        """Views of the buffer, which lives as long as they do, but for tensors of other layouts."""
+        time, digest, *rest = self.head.unpack(string_at(buffer.data_ptr(), self.head.size))
         if digest != self.digest:
             raise BatchError(
                 "a message came that is not of the form that follows from the batch of this rank, "
                 f"{', '.join(str(form.shape) for form in self.forms)}: do all ranks have batches "
                 "of the same shapes and types?"
             )
-        tensors = [
-            self._part(buffer, form, start).requires_grad_(flag > IS_THERE) if flag else None
-            for flag, form, start in zip(flags, self.forms, self.starts, strict=True)
-        ]
-        return tensors, min(perf_counter(), time - SHIFT)
+        count = len(self.forms)
+        flags, leads, strides = rest[:count], rest[count : 2 * count], iter(rest[2 * count :])
+        tensors: list[Tensor | None] = []
+        for flag, lead, form, start in zip(flags, leads, self.forms, self.starts, strict=True):
+            stride = [next(strides) for _ in form.shape]
+            tensor = None
+            if flag:
+                # `data` counts changes in place for itself, not for all tensors of the buffer
+                tensor = self._part(buffer, form, start).data
+                tensor = copy_as(tensor, stride, lead) if flag & HAS_LAYOUT else tensor
+                tensor.requires_grad_(bool(flag & NEEDS_GRADIENT))
+            tensors.append(tensor)
+        aliased = [position for position, flag in enumerate(flags) if flag & IS_ALIASED]
+        return Unpacked(tensors, min(perf_counter(), time - SHIFT), aliased)
 
     def _part(self, buffer: Tensor, form: Form, start: int) -> Tensor:
         if form.dtype is not self.dtype:
