@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
@@ -90,7 +89,8 @@ def save(folder: Path) -> None:
     assert_same(tensors(pipe, optimizer), unstopped(8))
     sl.export(folder / "model.safetensors", pipe)
 
-    with full_disk(dist.get_rank() == 2), refused("rank 2: ", "No space left on device"):
+    is_full = dist.get_rank() == 2
+    with full_disk(is_full), refused("" if is_full else "rank 2: ", "No space left on device"):
         sl.save(folder, pipe, optimizer, step=8)
     with refused("list" if dist.get_rank() == 0 else "rank 0: the optimizer keeps 'history'"):
         odd = odd_optimizer(pipe) if dist.get_rank() == 0 else optimizer
@@ -112,14 +112,13 @@ def odd_optimizer(pipe: sl.Pipeline) -> AdamW:
 
 @contextmanager
 def full_disk(is_full: bool) -> Iterator[None]:
-    def write_data(*_: Any) -> None:
+    def write(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    before = HuggingFaceStorageWriter.write_data
-    if is_full:
-        HuggingFaceStorageWriter.write_data = write_data  # type: ignore[assignment,method-assign]
-    yield
-    HuggingFaceStorageWriter.write_data = before  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        if is_full:
+            patch.setattr("stageline.checkpoint.save.write", write)
+        yield
 
 
 @contextmanager
