@@ -90,8 +90,9 @@ def load(
 def _record(path: Path) -> Record:
     fields = folders.read_record(path)
     try:
+        decode(fields)  # all that is encoded in it can be
         return Record.of(fields)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path / folders.RECORD, error) from error
 
 
@@ -129,7 +130,12 @@ def _prepared(
         for each in (pipe.stepper.schedulers if pipe.stepper else ())
     ]
     reader = Reader(checkpoint.saved)
-    state = _made(checkpoint, optimizers, own)
+    try:
+        state = _made(checkpoint, optimizers, own)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} has a state of the optimizer that does not fit in memory: {error}"
+        ) from error
     targets = {f"{MODEL}{name}": tensor for name, tensor in used_here(pipe).items()}
     for name, parameter in own.items():
         kept = state[parameter].items()
