@@ -152,7 +152,18 @@ def subject(name: str, folder: Path) -> Subject:
 
 
 def restore(subject: Subject) -> None:
-    sl.load(subject.other, subject.pipe, subject.optimizer)
+    """Go back to the state before; what forged checkpoints added goes too."""
+    pipe, optimizer = subject.pipe, subject.optimizer
+    for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
+        for index, group in enumerate(each.param_groups):
+            for key in group.keys() - {"params"}:
+                if f"{number} group {index} {key}" not in subject.before:
+                    del group[key]
+    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+        for key in scheduler.state_dict():
+            if f"{number} scheduler {key}" not in subject.before:
+                delattr(scheduler, key)
+    sl.load(subject.other, pipe, optimizer)
     wrong = difference(everything(subject.pipe, subject.optimizer), subject.before)
     assert wrong is None, wrong
 
