@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import stageline as sl
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint import storage
+from stageline.checkpoint import reading, storage
 from stageline.checkpoint.desk import desk_of
 from stageline.zoo.gpt import Head, loss
 
@@ -460,8 +460,8 @@ def test_files_of_several_ranks_are_joined_into_one(tmp_path: Path) -> None:
         pieces = storage.pieces_of({name: state[name] for name in part})
         path = tmp_path / "parts" / f"shard-{number:05d}.safetensors"
         files.append(storage.File(**storage.write(path, pieces)))
-    found = storage.saved_in(tmp_path / "parts", files)
-    storage.join(found, [names[::2], names[1::2]], tmp_path / "whole")
+    found = reading.saved_in(tmp_path / "parts", files)
+    reading.join(found, [names[::2], names[1::2]], tmp_path / "whole")
     assert_same(load_file(tmp_path / "whole"), state)
 
 

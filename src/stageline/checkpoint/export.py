@@ -14,16 +14,9 @@ from typing import Any
 from stageline.checkpoint import folder as folders
 from stageline.checkpoint.contents import places
 from stageline.checkpoint.desk import desk_of
+from stageline.checkpoint.reading import join, saved_in
 from stageline.checkpoint.save import divided, told
-from stageline.checkpoint.storage import (
-    File,
-    Piece,
-    check_all_there,
-    join,
-    pieces_of,
-    saved_in,
-    write,
-)
+from stageline.checkpoint.storage import File, Piece, check_all_there, pieces_of, write
 from stageline.pipeline import Pipeline
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.checkpoint.contents import MODEL, OPTIMIZER, RANDOM, Options, Record, places
-from stageline.checkpoint.storage import Form, Saved
+from stageline.checkpoint.reading import Saved
+from stageline.checkpoint.storage import Form
 from stageline.checkpoint.values import decode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
@@ -76,6 +78,8 @@ def check(
         _check_optimized(checkpoint, optimized)
     for optimizer in optimizers:
         _check_groups(checkpoint, optimizer, own)
+        if type(optimizer).__module__.startswith("torch.optim."):
+            _check_states(checkpoint, optimizer, own)
 
 
 def _check_optimized(checkpoint: Checkpoint, optimized: set[str]) -> None:
@@ -118,6 +122,24 @@ def _check_groups(
                 f"the optimizer's group {number} has {groups[0].names[0]} and "
                 f"{groups[1].names[0]}, but they were saved with different options: put them into "
                 "different groups, as before"
+            )
+
+
+def _check_states(
+    checkpoint: Checkpoint, optimizer: Optimizer, own: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise for a state larger than its parameter, as no optimizer of torch's own keeps."""
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
+    for key, tensor in checkpoint.saved.items():
+        name = key.removeprefix(OPTIMIZER).rpartition(".")[0]
+        parameter = own.get(name) if key.startswith(OPTIMIZER) else None
+        if parameter not in optimized:
+            continue
+        assert parameter is not None  # it is among them
+        if prod(tensor.form.shape) > max(1, parameter.numel()):
+            raise CheckpointError(
+                f"{str(checkpoint.path)!r} has {tensor.form} for {key}, but the parameter is "
+                f"{Form.of(parameter)}: load another checkpoint"
             )
 
 

@@ -160,7 +160,11 @@ def _complete(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     the order of steps.
     """
     numbers, unreadable = {}, {}
-    for path in _checkpoints(folder):
+    try:
+        paths = list(_checkpoints(folder))
+    except OSError as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from error
+    for path in paths:
         try:
             numbers[path] = _number(path)
         except CheckpointError as error:
@@ -186,8 +190,8 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
             names = sorted(entry.name for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from error
+    except ValueError as error:  # a path with a null byte
+        raise OSError(str(error)) from error
     return [folder / name for name in names if pattern.fullmatch(name)]
 
 

@@ -32,7 +32,8 @@ from stageline.checkpoint.contents import (
 )
 from stageline.checkpoint.desk import desk_of
 from stageline.checkpoint.fitting import Checkpoint, check, new_options, new_scheduler_state
-from stageline.checkpoint.storage import Form, Reader, damaged, saved_in
+from stageline.checkpoint.reading import Reader, damaged, saved_in
+from stageline.checkpoint.storage import Form
 from stageline.checkpoint.values import decode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
