@@ -59,8 +59,9 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
                 f"{why}; {str(path.parent)!r} has no other checkpoint: restore it from elsewhere, "
                 "or delete it to start anew"
             )
-        warnings.warn(f"{path.name} is passed over, {found[-1].name} is taken: {why}", stacklevel=2)
-    return found[-1] if found else None
+        taken = next(reversed(found)).name
+        warnings.warn(f"{path.name} is passed over, {taken} is taken: {why}", stacklevel=2)
+    return next(reversed(found), None)
 
 
 def find(path: str | os.PathLike[str]) -> Path:
@@ -122,7 +123,7 @@ def complete(
     """All of it is written: give it its name, and keep that many. `record` takes its number."""
     folder = temporary.parent
     before, _ = _complete(folder)
-    fields = record(_number(before[-1]) + 1 if before else 1)
+    fields = record(max(before.values(), default=0) + 1)
     _write(temporary / RECORD, _sealed(fields))
     _sync(temporary)
     final = folder / name
@@ -153,8 +154,8 @@ def clear(parent: Path, name: str) -> None:
             _clear(path)
 
 
-def _complete(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return those that can be read, and why the others cannot.
+def _complete(folder: Path) -> tuple[dict[Path, int], dict[Path, str]]:
+    """Return the numbers of those that can be read, and why the others cannot.
 
     They are in the order in which they were saved: after a return to an earlier step that is not
     the order of steps.
@@ -168,8 +169,10 @@ def _complete(folder: Path) -> tuple[list[Path], dict[Path, str]]:
         try:
             numbers[path] = _number(path)
         except CheckpointError as error:
-            unreadable[path] = str(error)
-    return sorted(numbers, key=lambda path: (numbers[path], path.name)), unreadable
+            if os.path.lexists(path):  # or another process has just deleted it
+                unreadable[path] = str(error)
+    ordered = sorted(numbers.items(), key=lambda item: (item[1], item[0].name))
+    return dict(ordered), unreadable
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
@@ -306,10 +309,14 @@ def _delete(checkpoint: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a folder, its record first: what has none is no checkpoint. Do not follow links."""
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        (path / RECORD).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        return
+    for _ in range(100):
+        with suppress(FileNotFoundError):  # another process is deleting it too
+            (path / RECORD).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        if not path.exists():
+            return
 
 
 def _write(path: Path, text: bytes) -> None:

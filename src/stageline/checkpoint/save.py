@@ -29,6 +29,8 @@ from stageline.checkpoint.values import encode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
 
+MOST_STEPS = 10**15
+
 
 @dataclass(frozen=True)
 class Job:
@@ -59,8 +61,10 @@ def save(
     returned raises what went wrong. Of a pipeline with optimizers of its own, these are saved.
     """
     check_size("keep", keep)
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step is {step!r}, but has to be a whole number from 0 up")
+    if step >= MOST_STEPS:
+        raise CheckpointError("step is too large: it has to be a whole number below 10**15")
     desk = desk_of(pipe)
     desk.settle()
     part = desk.agreed(lambda: part_of(pipe, optimizers_of(pipe, optimizer)))
