@@ -157,7 +157,10 @@ def restore(subject: Subject) -> None:
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         for index, group in enumerate(each.param_groups):
             for key in group.keys() - {"params"}:
-                if f"{number} group {index} {key}" not in subject.before:
+                name = f"{number} group {index} {key}"
+                if name in subject.before:
+                    group[key] = deepcopy(subject.before[name])
+                else:
                     del group[key]
     for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
         for key in scheduler.state_dict():

@@ -32,6 +32,7 @@ LIMITS = {
     "betas": (0.0, 1.0),
     "eps": (0.0, math.inf),
 }
+FLAGS = ("foreach", "fused")  # options that may be left open, None, as well
 BY_GROUP = ("base_lrs", "_last_lr")  # what schedulers keep for each group of the optimizer
 
 
@@ -171,6 +172,11 @@ def new_options(
                 for key, value in values.items()
             }
         )
+        if any(values.get(key) not in (None, False, True) for key in FLAGS):
+            raise CheckpointError(
+                f"{str(checkpoint.path)!r} has options of the optimizer that are no flags, but "
+                f"{' and '.join(FLAGS)} are: load another checkpoint"
+            )
         for key, limits in LIMITS.items():
             _check_limits(values.get(key), limits, f"the optimizer's {key}", checkpoint.path)
     return found
