@@ -158,6 +158,8 @@ def test_what_was_saved_is_loaded_to_the_last_bit(saved: Saved) -> None:
     [
         (lambda r: r["groups"][0].update(values=None), r"its groups.0.values is wrong"),
         (lambda r: r["groups"][0]["values"].update(lr="x"), "has 'x' for the optimizer's lr"),
+        (lambda r: r["groups"][0]["values"].update(lr=10**400), "has int 1000.*… for the opt"),
+        (lambda r: r["groups"][0]["values"].update(fused=2), "fused are: load another"),
         (lambda r: r["groups"][0]["values"].update(lr=None), "has None for the optimizer's lr"),
         (lambda r: r["groups"][0]["values"].update(lr=float("nan")), "has nan for the optimizer's"),
         (lambda r: r["groups"][0]["values"].update(betas={"()": [0.9]}), "for the optimizer's bet"),
@@ -468,6 +470,31 @@ def test_a_buffer_that_cannot_be_written_to_is_told_before_anything_is_changed(
     pipe = made()
     before = everything(pipe, None)
     with pytest.raises(sl.CheckpointError, match=r"model.1.mask cannot be loaded into.*clone"):
+        sl.load(tmp_path, pipe)
+    assert_same(everything(pipe, None), before)
+
+
+class Copying(nn.Linear):
+    """Its state is a copy, in another type, as of weights that are kept in less precision."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        hook: Any = self.register_state_dict_post_hook  # it has no types
+        hook(self.convert)
+
+    @staticmethod
+    def convert(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].to(torch.bfloat16)
+
+
+def test_a_layer_whose_state_is_a_copy_is_told(tmp_path: Path) -> None:
+    """What is loaded into the copy would be lost without a word."""
+    mse = nn.functional.mse_loss
+    layers = [nn.Linear(2, 2), Copying()]
+    pipe = sl.Pipeline(layers, mse, num_ranks=1, num_microbatches=1, backend="serial")
+    sl.save(tmp_path, pipe, step=1)
+    before = everything(pipe, None)
+    with pytest.raises(sl.CheckpointError, match=r"1.weight cannot be loaded into: .* a copy"):
         sl.load(tmp_path, pipe)
     assert_same(everything(pipe, None), before)
 

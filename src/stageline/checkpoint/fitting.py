@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -194,20 +195,36 @@ def new_scheduler_state(checkpoint: Checkpoint, scheduler: LRScheduler) -> dict[
     state = _fitted(
         decode(saved.state), scheduler.state_dict(), "the scheduler's state", checkpoint.path
     )
-    groups = scheduler.optimizer.param_groups
-    options = [dict(group) for group in groups]
-    copied = deepcopy(scheduler, {id(scheduler.optimizer): scheduler.optimizer})
     try:
-        copied.load_state_dict(deepcopy(state))
+        with _kept(scheduler.optimizer):
+            copied = deepcopy(scheduler, {id(scheduler.optimizer): scheduler.optimizer})
+            copied.load_state_dict(deepcopy(state))
     except Exception as error:
         raise CheckpointError(
             f"{str(checkpoint.path)!r} has a state that {kind} does not take: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:  # should it have reached through to them
-        for group, before_it in zip(groups, options, strict=True):
-            group.update(before_it)
     return dict(state)
+
+
+@contextmanager
+def _kept(optimizer: Optimizer) -> Iterator[None]:
+    """Put an optimizer's options back, should the copy of a scheduler have reached them."""
+    before = [dict(group) for group in optimizer.param_groups]
+    tensors = {
+        value: value.clone()
+        for group in before
+        for value in group.values()
+        if isinstance(value, Tensor)
+    }
+    try:
+        yield
+    finally:
+        for group, options in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(options)
+        for tensor, value in tensors.items():
+            tensor.copy_(value)
 
 
 def _fitted(value: Any, now: object, what: str, path: Path) -> Any:
@@ -216,7 +233,8 @@ def _fitted(value: Any, now: object, what: str, path: Path) -> Any:
         return value
     if isinstance(now, dict):
         if isinstance(value, dict) and (isinstance(now, Counter) or now.keys() <= value.keys()):
-            items = {k: _fitted(v, now.get(k), f"{what}, {k}", path) for k, v in value.items()}
+            new = 0 if isinstance(now, Counter) else None
+            items = {k: _fitted(v, now.get(k, new), f"{what}, {k}", path) for k, v in value.items()}
             return Counter(items) if isinstance(now, Counter) else items
     elif isinstance(now, list | tuple):
         if isinstance(value, list | tuple) and len(value) == len(now):
@@ -238,7 +256,7 @@ def _is_alike(value: object, now: object) -> bool:
         return now.numel() == 1 and _is_number(value)
     if _is_number(now):
         return _is_number(value)
-    return value is None or isinstance(value, type(now))
+    return value is None or isinstance(value, str if isinstance(now, str) else type(now))
 
 
 def _check_limits(value: Any, limits: tuple[float, float], what: str, path: Path) -> None:
@@ -251,12 +269,14 @@ def _check_limits(value: Any, limits: tuple[float, float], what: str, path: Path
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that torch can work with: integers are not longer than a word."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (isinstance(value, float) or -(2**63) <= cast("int", value) < 2**63)
 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} letters"
+    return text if len(text) <= 60 else f"{type(value).__name__} {text[:50]}…"
 
 
 def _listed(names: list[str]) -> str:

@@ -87,9 +87,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     assert isinstance(fields, dict)  # its seal begins with a brace
-    return {
-        name: fields[name] for name in fields.keys() - {"stageline_checkpoint", "bytes", "crc32"}
-    }
+    seal = ("stageline_checkpoint", "bytes", "crc32")
+    return {name: value for name, value in fields.items() if name not in seal}
 
 
 def begin(folder: Path, step: int, held: ExitStack) -> Path:

@@ -143,6 +143,7 @@ def _prepared(
         targets |= {f"{OPTIMIZER}{name}.{key}": t for key, t in kept if isinstance(t, Tensor)}
     for name, tensor in targets.items():
         _check_writable(name, tensor)
+    _check_live(pipe)
     random = torch.empty_like(torch.get_rng_state())
     reader.verify({RANDOM: random} | targets)
     reader.copy({RANDOM: random})
@@ -196,6 +197,17 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         raise CheckpointError(
             f"{name} cannot be loaded into, it is {kind}: make it a plain tensor, with clone()"
         )
+
+
+def _check_live(pipe: Pipeline) -> None:
+    """Raise for a layer whose `state_dict` makes copies: what is loaded into these is lost."""
+    first, second = used_here(pipe), used_here(pipe)
+    for name, tensor in first.items():
+        if name not in second or local(tensor).data_ptr() != local(second[name]).data_ptr():
+            raise CheckpointError(
+                f"{name} cannot be loaded into: its layer's state_dict gives a copy of it: let it "
+                "give the tensor itself"
+            )
 
 
 def _apply(change: Change, pipe: Pipeline, record: Record, own: Own) -> None:
