@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.optim import SGD, AdamW, Optimizer
 
 import stageline as sl
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint import storage
+from stageline.checkpoint import reading, storage
 from stageline.checkpoint.desk import desk_of
 from stageline.zoo.gpt import Head, loss
 
@@ -150,7 +149,7 @@ def test_the_model_alone_can_be_loaded(saved: Path) -> None:
 
 
 def test_names_are_those_of_the_model_and_a_tied_weight_is_there_once(saved: Path) -> None:
-    names = storage.forms(saved / "step-00000002").keys()
+    names = load_file(saved / "step-00000002" / "shard-00001.safetensors").keys()
     assert "model.0.weight" in names
     assert "model.5.weight" not in names
     assert "optimizer.1.0.bias.exp_avg" in names
@@ -234,11 +233,11 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A little can be written, then there is no room."""
 
-    def write_data(writer: Any, *_: Any) -> None:
-        Path(writer.path, "shard-00001.safetensors").write_bytes(b"x" * 100)
+    def write(path: Path, *_: Any) -> None:
+        path.write_bytes(b"x" * 100)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", write_data)
+    monkeypatch.setattr("stageline.checkpoint.save.write", write)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -313,9 +312,9 @@ def without_its_tensors(path: Path) -> None:
 
 
 def record_without_a_seed(path: Path) -> None:
-    fields = json.loads((path / "checkpoint.json").read_text())
+    fields = folders.read_record(path)
     del fields["seed"]
-    (path / "checkpoint.json").write_text(json.dumps(fields))
+    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
 
 
 def record_of_another(path: Path) -> None:
@@ -323,7 +322,8 @@ def record_of_another(path: Path) -> None:
 
 
 def record_cut_short(path: Path) -> None:
-    (path / "checkpoint.json").write_text('{"stageline_checkpoint": 1, ')
+    text = (path / "checkpoint.json").read_bytes()
+    (path / "checkpoint.json").write_bytes(text[:-9])
 
 
 def nothing_there(path: Path) -> None:
@@ -333,14 +333,14 @@ def nothing_there(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (cut_short, "cannot be read: .*cut short"),
-        (cut_in_the_header, "cannot be read: .*cut short"),
-        (foreign, "cannot be read: .*not of sl.save"),
-        (of_another_program, "has 1 tensors, but 72 were saved"),
-        (without_its_tensors, "has 0 tensors, but 72 were saved: a file is missing"),
-        (record_without_a_seed, "record that lacks 'seed'"),
-        (record_of_another, "is not of sl.save"),
-        (record_cut_short, "checkpoint.json' cannot be read"),
+        (cut_short, "shard-00001.safetensors' is damaged: it has .* bytes instead of"),
+        (cut_in_the_header, "is damaged: it has 5 bytes instead of"),
+        (foreign, "is damaged: it has .* bytes instead of"),
+        (of_another_program, "is damaged: it has .* bytes instead of"),
+        (without_its_tensors, "is damaged: .*No such file"),
+        (record_without_a_seed, "checkpoint.json' is damaged: its seed is wrong: field required"),
+        (record_of_another, "checkpoint.json' cannot be read: it is damaged, or not of sl.save"),
+        (record_cut_short, "checkpoint.json' cannot be read: it is damaged, .* instead of"),
         (nothing_there, "has no checkpoint, but one was to be loaded"),
     ],
 )
@@ -351,10 +351,22 @@ def test_what_is_no_whole_checkpoint_is_refused(
     assert_refused(saved / "step-00000002", pipeline(init=3), AdamW, message)
 
 
-def test_a_folder_with_nothing_complete_has_no_checkpoint(saved: Path) -> None:
+def test_a_folder_with_damaged_checkpoints_only_is_not_taken_for_an_empty_one(saved: Path) -> None:
     record_cut_short(saved / "step-00000002")
-    assert sl.latest(saved) is None
-    assert_refused(saved, pipeline(), AdamW, "has no checkpoint")
+    with pytest.raises(sl.CheckpointError, match="has no other checkpoint: restore it"):
+        sl.latest(saved)
+    assert_refused(saved, pipeline(), AdamW, "has no other checkpoint")
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Path) -> None:
+    pipe = pipeline()
+    sl.save(saved, pipe, step=3)
+    record_cut_short(saved / "step-00000003")
+    with pytest.warns(UserWarning, match="step-00000003 is passed over, step-00000002 is taken"):
+        assert sl.load(saved, pipe).step == 2
+    sl.save(saved, pipe, step=4, keep=1)
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == ["step-00000003", "step-00000004"]  # what may be looked into is not deleted
 
 
 @pytest.mark.parametrize(
@@ -442,8 +454,14 @@ def test_files_of_several_ranks_are_joined_into_one(tmp_path: Path) -> None:
     pipe = pipeline()
     state = pipe.state_dict() | {"flag": torch.tensor(True), "none": torch.empty(0, 2)}
     (tmp_path / "parts").mkdir()
-    storage.write(desk_of(pipe), tmp_path / "parts", storage.plain(state))
-    storage.join(tmp_path / "parts", [list(state)[::2], list(state)[1::2]], tmp_path / "whole")
+    names = list(state)
+    files = []
+    for number, part in enumerate((names[::3], names[1::3], names[2::3]), start=1):
+        pieces = storage.pieces_of({name: state[name] for name in part})
+        path = tmp_path / "parts" / f"shard-{number:05d}.safetensors"
+        files.append(storage.File(**storage.write(path, pieces)))
+    found = reading.saved_in(tmp_path / "parts", files)
+    reading.join(found, [names[::2], names[1::2]], tmp_path / "whole")
     assert_same(load_file(tmp_path / "whole"), state)
 
 
@@ -456,7 +474,7 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(
     pipe, path = pipeline(), tmp_path / "model.safetensors"
     sl.export(path, pipe)
     before = path.read_bytes()
-    monkeypatch.setattr("stageline.checkpoint.export.save_file", full)
+    monkeypatch.setattr("stageline.checkpoint.export.write", full)
     with pytest.raises(sl.CheckpointError, match="No space left on device"):
         sl.export(path, pipe)
     assert path.read_bytes() == before

@@ -33,6 +33,10 @@ def test_what_four_processes_saved_goes_on_with_any_number_of_them(tmp_path: Pat
         checkpoints.assert_same(plain.state_dict(), wanted)
 
 
+def test_a_damaged_checkpoint_changes_nothing_on_any_rank(tmp_path: Path) -> None:
+    run(tmp_path, 2, "damaged")
+
+
 def run(folder: Path, num_ranks: int, *tasks: str) -> None:
     for ended in launch("checkpoints", num_ranks, str(folder), *tasks):
         assert ended.code == 0, ended.output

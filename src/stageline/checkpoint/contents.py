@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from stageline.checkpoint.storage import File, Size
+from stageline.checkpoint.values import encode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
 from stageline.runtime.optimizer_groups import options
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.cpu"
-FORMAT = 1
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)]
+STRICT = ConfigDict(extra="forbid")
 
 
 class Place(NamedTuple):
@@ -37,39 +43,54 @@ class Place(NamedTuple):
     rank: int  # of the layer
 
 
-class Options(NamedTuple):
+@checked(frozen=True, config=STRICT)
+class Options:
     """What a group of parameters is trained with."""
 
     kind: str  # of optimizer
-    values: Mapping[str, Any]
+    values: dict[str, Any]  # encoded
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
+class SchedulerState:
+    """What the pipeline's own schedulers know, which is the same on all ranks."""
+
+    kind: str
+    state: dict[str, Any]  # encoded
+
+
+@checked(frozen=True, config=STRICT)
 class Record:
-    """All that is no tensor."""
+    """All that is no tensor. It checks its types and limits when it is made."""
 
-    step: int
-    data: Any
-    num_steps: int
-    seed: int
-    num_tensors: int
+    number: Size  # counts the checkpoints of a folder in the order in which they were saved
+    step: Size
+    data: Any  # encoded
+    num_steps: Size
+    seed: Seed
+    files: tuple[File, ...]
     groups: tuple[Options, ...]  # none: no optimizer was saved
-    values: Mapping[str, Mapping[str, Any]]  # what the optimizer keeps that is no tensor, by name
-    scheduler: Any = None  # what the pipeline's own schedulers know, which is the same on all ranks
-
-    def to_json(self, number: int) -> str:
-        """`number` counts the checkpoints of a folder in the order in which they were saved."""
-        groups = [group._asdict() for group in self.groups]
-        fields = asdict(self) | {"groups": groups}
-        return json.dumps({"stageline_checkpoint": FORMAT, "number": number} | fields, indent=1)
+    # what the optimizer keeps that is no tensor, by name
+    values: dict[str, dict[str, bool | int | float | str | None]]
+    scheduler: SchedulerState | None
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Record:
-        names = ("step", "data", "num_steps", "seed", "num_tensors", "values")
-        groups = (Options(g["kind"], g["values"], tuple(g["names"])) for g in fields["groups"])
-        known = {name: fields[name] for name in names}
-        return Record(groups=tuple(groups), scheduler=fields.get("scheduler"), **known)
+        """Return a record with these fields; raise ValueError with the first that is wrong."""
+        try:
+            return _RECORD.validate_python(dict(fields))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"its {place} is wrong: {first['msg'].lower()}") from None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_RECORD = TypeAdapter(Record)
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,16 @@ class Part:
     tensors: Mapping[str, Tensor]
     groups: tuple[Options, ...]
     values: Mapping[str, Mapping[str, Any]]
-    scheduler: Any
+    scheduler: SchedulerState | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All but the tensors, as other processes are told."""
+        return {
+            "groups": [asdict(group) for group in self.groups],
+            "values": self.values,
+            "scheduler": self.scheduler and asdict(self.scheduler),
+        }
 
 
 def places(pipe: Pipeline) -> Iterator[Place]:
@@ -146,9 +176,7 @@ def part_of(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Part:
             else:
                 values.setdefault(name, {})[_state_name(key, value)] = value
     groups = tuple(group for each in optimizers for group in _groups(each, own))
-    schedulers = pipe.stepper.schedulers if pipe.stepper else ()
-    state = json_value("the scheduler", schedulers[0].state_dict()) if schedulers else None
-    return Part(tensors, groups, values, state)
+    return Part(tensors, groups, values, _scheduler_state(pipe))
 
 
 def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -170,27 +198,52 @@ def merged(groups: Sequence[Options]) -> tuple[Options, ...]:
         names.setdefault(key, []).extend(group.names)
         same.setdefault(key, group)
     return tuple(
-        same[key]._replace(names=tuple(dict.fromkeys(found)))
+        replace(same[key], names=tuple(dict.fromkeys(found)))
         for key, found in names.items()
         if found
     )
 
 
-def json_value(name: str, value: Any) -> Any:
-    """The value, if it is one that JSON has."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} cannot be saved: {error}; it has to be numbers, text, None, and lists and "
-            "dicts of them"
-        ) from None
+def same_scheduler(states: Sequence[SchedulerState | None]) -> SchedulerState | None:
+    """Return the one that is there; those of several stages have to be in the same state."""
+    found = [state for state in states if state is not None]
+    for state in found:
+        if state != found[0]:
+            raise CheckpointError(
+                f"the schedulers of two stages, {found[0].kind} and {state.kind}, are in different "
+                "states, but a checkpoint has one for all, so that stages may be cut anew: give "
+                "all stages the same optimizer and scheduler"
+            )
+    return found[0] if found else None
+
+
+def _scheduler_state(pipe: Pipeline) -> SchedulerState | None:
+    schedulers: Sequence[LRScheduler] = pipe.stepper.schedulers if pipe.stepper else ()
+    return same_scheduler(
+        [
+            SchedulerState(
+                type(each).__name__, encode("the scheduler's state", _numbers(each.state_dict()))
+            )
+            for each in schedulers
+        ]
+    )
+
+
+def _numbers(value: Any) -> Any:
+    """Return it with numbers for tensors of one element: rates may be tensors."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list)(map(_numbers, value))
+    return value
 
 
 def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[Options]:
     for group in optimizer.param_groups:
         values = {
-            key: json_value(f"the optimizer's option {key!r}", value)
+            key: encode(f"the optimizer's option {key!r}", value)
             for key, value in options(group).items()
         }
         own = tuple(names[p] for p in group["params"] if p in names)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
+from stageline.checkpoint import folder as folders
 from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
@@ -90,7 +93,8 @@ def save(folder: Path) -> None:
     assert_same(tensors(pipe, optimizer), unstopped(8))
     sl.export(folder / "model.safetensors", pipe)
 
-    with full_disk(dist.get_rank() == 2), refused("rank 2: ", "No space left on device"):
+    is_full = dist.get_rank() == 2
+    with full_disk(is_full), refused("" if is_full else "rank 2: ", "No space left on device"):
         sl.save(folder, pipe, optimizer, step=8)
     with refused("list" if dist.get_rank() == 0 else "rank 0: the optimizer keeps 'history'"):
         odd = odd_optimizer(pipe) if dist.get_rank() == 0 else optimizer
@@ -112,14 +116,13 @@ def odd_optimizer(pipe: sl.Pipeline) -> AdamW:
 
 @contextmanager
 def full_disk(is_full: bool) -> Iterator[None]:
-    def write_data(*_: Any) -> None:
+    def write(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    before = HuggingFaceStorageWriter.write_data
-    if is_full:
-        HuggingFaceStorageWriter.write_data = write_data  # type: ignore[assignment,method-assign]
-    yield
-    HuggingFaceStorageWriter.write_data = before  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        if is_full:
+            patch.setattr("stageline.checkpoint.save.write", write)
+        yield
 
 
 @contextmanager
@@ -225,12 +228,96 @@ def mesh(folder: Path) -> None:
         pipe.close()
 
 
+def damaged(folder: Path) -> None:
+    """Whatever is wrong, and whoever sees it: all ranks refuse, and none has changed anything."""
+    rank = dist.get_rank()
+    owned = {"optimizer": lambda w: AdamW(w, 1e-2), "scheduler": lambda o: MultiStepLR(o, [2, 4])}
+    for name, options in (("given", {}), ("owned", owned)):
+        pipe, optimizer = pipeline(model(), 2, **options)
+        optimizer = None if options else optimizer
+        train(pipe, optimizer, range(2))
+        sl.save(folder / name, pipe, optimizer, step=2)
+        saved = everything(pipe, optimizer)
+        train(pipe, optimizer, range(2, 4))
+        before = everything(pipe, optimizer)
+        whole, here = folder / name / "step-00000002", folder / f"{name}-damaged"
+        for harm, text in HARM:
+            if rank == 0:
+                shutil.rmtree(here, ignore_errors=True)
+                shutil.copytree(whole, here)
+                harm(here)
+            dist.barrier()
+            with refused(text):
+                sl.load(here, pipe, optimizer)
+            assert_equal(everything(pipe, optimizer), before)
+        with failing_read(rank == 1), refused("" if rank else "rank 1: ", "Input/output error"):
+            sl.load(whole, pipe, optimizer)
+        assert_equal(everything(pipe, optimizer), before)
+        sl.load(whole, pipe, optimizer)
+        assert_equal(everything(pipe, optimizer), saved)
+        pipe.close()
+
+
+def everything(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Any]:
+    """Return copies of all that a load may change in this process."""
+    found: dict[str, Any] = {name: t.clone() for name, t in pipe.state_dict().items()}
+    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe.seed]}
+    for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
+        state = deepcopy(each.state_dict())
+        found |= {f"{number} {i}": group for i, group in enumerate(state["param_groups"])}
+        for index, kept in state["state"].items():
+            found |= {f"{number} {index} {key}": value for key, value in kept.items()}
+    for scheduler in pipe.stepper.schedulers if pipe.stepper else ():
+        found["scheduler"] = deepcopy(scheduler.state_dict())
+    return found
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        is_equal = torch.equal(value, wanted[name]) if isinstance(value, Tensor) else None
+        assert is_equal or value == wanted[name], name
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def without_counts(path: Path) -> None:
+    fields = folders.read_record(path) | {"num_steps": None}
+    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
+
+
+HARM = (
+    (lambda path: flip(path / "shard-00001.safetensors", 30), "header has another checksum"),
+    (lambda path: flip(path / "shard-00002.safetensors", -20), "have another checksum"),
+    (lambda path: flip(path / "checkpoint.json", -40), "its checksum is another"),
+    (lambda path: (path / "shard-00002.safetensors").unlink(), "No such file"),
+    (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint"),
+    (without_counts, "its num_steps is wrong"),
+)
+
+
+@contextmanager
+def failing_read(is_failing: bool) -> Iterator[None]:
+    def read(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_failing:
+            patch.setattr("stageline.checkpoint.reading._read", read)
+        yield
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
     for task in sys.argv[2:]:
-        {"save": save, "load": load, "mesh": mesh, "replicas": load_replicas}[task](folder)
+        tasks = {"save": save, "load": load, "mesh": mesh, "replicas": load_replicas}
+        (tasks | {"damaged": damaged})[task](folder)
         print(f"{task} is done")
     dist.destroy_process_group()
 
