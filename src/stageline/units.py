@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from stageline.arguments import shown
+
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 UNITS |= {prefix + "i": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -17,7 +19,7 @@ def parse_bytes(text: str) -> float:
     """
     match = SIZE.fullmatch(text)
     if not match or match[2].lower() not in UNITS:
-        raise ValueError(f"{text!r} is no size in bytes: write it like '22GiB' or '512MB'")
+        raise ValueError(f"{shown(text)} is no size in bytes: write it like '22GiB' or '512MB'")
     return float(match[1]) * UNITS[match[2].lower()]
 
 
