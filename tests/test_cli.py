@@ -245,7 +245,7 @@ def test_a_mistake_is_told_in_a_line(
     [
         ("{", "is not JSON"),
         ("[1]", "holds list, but costs are a JSON object"),
-        ('{"foward": 1}', "has foward, but costs are forward, input_grad"),
+        ('{"foward": 1}', "has 'foward', but costs are forward, input_grad"),
         ('{"links": {"speed": 1}}', "but a link is a latency and a bandwidth"),
         ('{"forward": "fast"}', "forward is 'fast', but a cost is a number"),
         ('{"forward": null}', "forward is None, but a cost is a number"),

@@ -26,6 +26,8 @@ MOST_DRAWN = 1_000_000
 MOST_CELLS = 2_000_000
 # Processes on one machine, each of which takes 200 MB with PyTorch alone.
 MOST_PROCESSES = 1_000
+# Starts of the same processes, one after another: at a second each, more than a week.
+MOST_RESTARTS = 1_000_000
 # Amounts (seconds, bytes, rates) other than 0. Their quotients, summed over all actions and
 # squared, stay within what a float holds: (1e60 / 1e-60 · 1e7)² = 1e254.
 MOST_AMOUNT = 1e60
