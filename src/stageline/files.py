@@ -18,6 +18,7 @@ from stageline.limits import MOST_FILE_BYTES
 from stageline.units import format_bytes
 
 OPEN_PIPES = ("/dev/fd/", "/proc/self/fd/")  # what a shell gives for <(command)
+LONGEST_PATH = 500  # characters that an error shows
 AnyPath = str | os.PathLike[str]
 
 
@@ -29,14 +30,14 @@ def read_bytes(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE
         is_pipe = stat.S_ISFIFO(kind) and str(place).startswith(OPEN_PIPES)
         if not stat.S_ISREG(kind) and not is_pipe:
             seen = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
-            raise error(f"{shown(str(place))} is {seen}, but has to be a file")
+            raise error(f"{_name(place)} is {seen}, but has to be a file")
         with place.open("rb") as file:
             found = file.read(most + 1)
     except OSError as problem:
-        raise error(f"{shown(str(place))} cannot be read: {problem.strerror}") from problem
+        raise error(f"{_name(place)} cannot be read: {problem.strerror}") from problem
     if len(found) > most:
         raise error(
-            f"{shown(str(place))} has more than {format_bytes(most)}, but such a file has less: "
+            f"{_name(place)} has more than {format_bytes(most)}, but such a file has less: "
             "is it the right one?"
         )
     return found
@@ -49,12 +50,12 @@ def read_text(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_
         text = found.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(
-            f"byte {problem.start} of {os.fspath(path)!r} is not text, but it has to be text in "
+            f"byte {problem.start} of {_name(path)} is not text, but it has to be text in "
             "UTF-8: was it saved in another encoding?"
         ) from None
     if "\0" in text:
         raise error(
-            f"{os.fspath(path)!r} has a NUL at character {text.index(chr(0))}, but has to be text "
+            f"{_name(path)} has a NUL at character {text.index(chr(0))}, but has to be text "
             "in UTF-8: was it saved as UTF-16, or cut off by a crash?"
         )
     return text
@@ -71,7 +72,7 @@ def read_json(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_
         reason = "it is nested too deeply"
     except ValueError as problem:  # not JSON, or a number of more than 4,300 digits
         reason = str(problem)
-    raise error(f"{os.fspath(path)!r} is not JSON: {reason}")
+    raise error(f"{_name(path)} is not JSON: {reason}")
 
 
 def write_bytes(path: AnyPath, data: bytes, error: type[StagelineError]) -> None:
@@ -80,12 +81,17 @@ def write_bytes(path: AnyPath, data: bytes, error: type[StagelineError]) -> None
     try:
         place.write_bytes(data)
     except OSError as problem:
-        raise error(f"{shown(str(place))} cannot be written: {problem.strerror}") from problem
+        raise error(f"{_name(place)} cannot be written: {problem.strerror}") from problem
 
 
 def write_text(path: AnyPath, text: str, error: type[StagelineError]) -> None:
     """Write a file in UTF-8; raise `error` if that is not possible."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), error)
+
+
+def _name(path: AnyPath) -> str:
+    text = os.fspath(path)
+    return repr(text) if len(text) <= LONGEST_PATH else shown(text)
 
 
 def checked_path(path: object, error: type[StagelineError]) -> Path:

@@ -16,10 +16,14 @@ MOST_STAGES = 10_000
 # bytes, and of 400 bytes when they are simulated: 4 to 6 GB and some minutes at the limit. A
 # pipeline of 1,000 ranks with 4,000 micro-batches is within it.
 MOST_PLACES = 5_000_000
+# Layers of a model that is planned: cuts of them are looked at in tables of layers × stages.
+MOST_LAYERS = 100_000
 # Devices of a cluster. The largest that were built have about 100,000.
 MOST_DEVICES = 200_000
 # Samples of a mini-batch. The largest in use have some ten million tokens.
 MOST_SAMPLES = 10**9
+# Any other number of things in a file.
+MOST_COUNT = 10**9
 # Actions in one picture. A picture takes 150 bytes for each, so 150 MB, and viewers give up sooner.
 MOST_DRAWN = 1_000_000
 # Cells of a timeline as text, drawn in a few seconds. Beyond them cells become longer.
@@ -35,6 +39,7 @@ LEAST_AMOUNT = 1e-60
 # Bytes of a file. The largest schedule has 15 million actions of 8 characters; other files hold
 # numbers for each layer or stage, 1 MB for a thousand layers.
 MOST_SCHEDULE_BYTES = 128 * 2**20
+MOST_PLAN_BYTES = 64 * 2**20  # a schedule too, but its numbers take 16 times as much once read
 MOST_FILE_BYTES = 16 * 2**20
 
 
