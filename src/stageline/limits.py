@@ -20,8 +20,9 @@ MOST_PLACES = 5_000_000
 MOST_LAYERS = 100_000
 # Devices of a cluster. The largest that were built have about 100,000.
 MOST_DEVICES = 200_000
-# Samples of a mini-batch. The largest in use have some ten million tokens.
-MOST_SAMPLES = 10**9
+# Samples of a mini-batch. The largest in use are 80,000 images, or 16 million tokens in sequences
+# of some thousand; a plan looks at schedules of up to as many micro-batches.
+MOST_SAMPLES = 1_000_000
 # Any other number of things in a file.
 MOST_COUNT = 10**9
 # Actions in one picture. A picture takes 150 bytes for each, so 150 MB, and viewers give up sooner.
