@@ -203,7 +203,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["draw", "zbw"], "schedule 'zbw' is not known: did you mean 'zbv'?"),
         (["draw", "1f1b", "-p", "0"], "num_ranks is 0, but has to be a whole number from 1 up"),
         (["draw", "1f1b", "-v", "2"], "'1f1b' was given chunks_per_rank, but takes none"),
-        (["draw", "nowhere.csv"], "nowhere.csv: No such file or directory"),
+        (["draw", "nowhere.csv"], "'nowhere.csv' cannot be read: No such file or directory"),
         (["draw", "1f1b", "--forward", "1,x"], "--forward is '1,x', but has to be a number"),
         (["draw", "1f1b", "--forward", "-1"], "forward is -1.0, but a cost is a finite number"),
         (["draw", "1f1b", "--forward", "1,2"], "forward has 2 values, but the schedule has 4"),
@@ -245,7 +245,7 @@ def test_a_mistake_is_told_in_a_line(
     [
         ("{", "is not JSON"),
         ("[1]", "holds list, but costs are a JSON object"),
-        ('{"foward": 1}', "has foward, but costs are forward, input_grad"),
+        ('{"foward": 1}', "has 'foward', but costs are forward, input_grad"),
         ('{"links": {"speed": 1}}', "but a link is a latency and a bandwidth"),
         ('{"forward": "fast"}', "forward is 'fast', but a cost is a number"),
         ('{"forward": null}', "forward is None, but a cost is a number"),

@@ -15,11 +15,15 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *("errors", "arguments", "units", "reference", "costs", "schedules", "report", "simulation"),
+    *("errors", "arguments", "units", "limits", "files", "reference", "costs", "schedules"),
+    *("report", "simulation"),
     *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
     *("verification", "launch", "zoo", "demo", "cli", "__main__"),
 ]
-TORCH_FREE = ["errors", "arguments", "units", "costs", "schedules", "report", "simulation"]
+TORCH_FREE = [
+    *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),
+    "simulation",
+]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
@@ -57,9 +61,11 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "Cluster",
         "Costs",
         "CostsError",
+        "Device",
         "Kind",
         "Layer",
         "LayerSequence",
+        "Level",
         "Link",
         "ModelError",
         "ParityError",

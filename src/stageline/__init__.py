@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.planning.cluster import Cluster as Cluster
+    from stageline.planning.cluster import Device as Device
+    from stageline.planning.cluster import Level as Level
     from stageline.planning.estimate import estimate as estimate
     from stageline.planning.explain import explain as explain
     from stageline.planning.links import measure_links as measure_links
@@ -60,9 +62,11 @@ _HOMES = {
     "Cluster": "planning.cluster",
     "Costs": "costs",
     "CostsError": "errors",
+    "Device": "planning.cluster",
     "Kind": "schedules.action",
     "Layer": "model.layers",
     "LayerSequence": "model.layers",
+    "Level": "planning.cluster",
     "Link": "costs",
     "ModelError": "errors",
     "ParityError": "errors",

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from stageline.errors import ModelError, ScheduleError, StagelineError
 
+SHORT = 60  # characters of a value in an error
+MOST_ITEMS = 30  # of a collection that an error may show
 
-def check_size(name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ScheduleError(f"{name} is {size!r}, but has to be a whole number from 1 up")
+
+def check_size(
+    name: str, size: object, least: int = 1, error: type[StagelineError] = ScheduleError
+) -> None:
+    """Raise unless a value is a whole number from `least` up."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        raise error(f"{name} is {shown(size)}, but has to be a whole number from {least} up")
 
 
 def check_seconds(name: str, seconds: object) -> None:
+    """Raise unless a value is a finite number above 0."""
     is_number = not isinstance(seconds, bool) and isinstance(seconds, int | float)
     if not is_number or not 0 < cast("float", seconds) < math.inf:
-        raise ScheduleError(f"{name} is {seconds!r}, but has to be a number of seconds above 0")
+        raise ScheduleError(
+            f"{name} is {shown(seconds)}, but has to be a number of seconds above 0"
+        )
 
 
 def check_type(
@@ -26,17 +38,130 @@ def check_type(
     hint: str,
     error: type[StagelineError] = ScheduleError,
 ) -> None:
+    """Raise unless a value is of one of these types; `hint` says where to get one."""
     if not isinstance(value, types):
         kinds = types if isinstance(types, tuple) else (types,)
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise error(f"{name} is {_short(value)}, but has to be a {wanted}: {hint}")
+        raise error(f"{name} is {shown(value)}, but has to be a {wanted}: {hint}")
 
 
 def check_function(name: str, function: object) -> None:
+    """Raise unless a value can be called."""
     if not callable(function):
-        raise ModelError(f"{name} is {_short(function)}, but has to be a function")
+        raise ModelError(f"{name} is {shown(function)}, but has to be a function")
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
+def check_arguments(
+    function: Callable[..., Any],
+    given: Mapping[str, object],
+    error: type[StagelineError] = ScheduleError,
+) -> None:
+    """Raise if an argument is not of the type that the function's own annotations name.
+
+    Public functions call it first, with their `locals()`. A subclass fits, an int fits a float, and
+    True is not a number. Of collections the items are looked at too.
+
+    >>> def draw(sizes: Sequence[int], name: str = "") -> None:
+    ...     check_arguments(draw, locals())
+    >>> draw([1, "two"])
+    Traceback (most recent call last):
+    stageline.errors.ScheduleError: sizes is [1, 'two'], but has to be a list of whole numbers
+    """
+    for name, hint in _hints(function).items():
+        if name in given and not _fits(given[name], hint):
+            raise error(f"{name} is {shown(given[name])}, but has to be {_described(hint)}")
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: what would be long, or fails, by its type and size.
+
+    >>> shown("1f1b"), shown([0] * 1000), shown(10**5000)
+    ("'1f1b'", 'a list of 1000', 'a number of 5001 digits')
+    """
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    if isinstance(value, Collection) and not isinstance(value, str | bytes):
+        try:
+            count = len(value)
+        except Exception:  # a user's own class may raise anything
+            return f"a {type(value).__name__}"
+        if count > MOST_ITEMS:
+            return f"a {type(value).__name__} of {count}"
+    if isinstance(value, str | bytes) and len(value) > SHORT:
+        return f"{value[: SHORT // 2]!r} and {len(value) - SHORT // 2} characters more"
+    try:
+        text = repr(value)
+    except Exception:  # the same
+        text = ""
+    return text if 0 < len(text) <= SHORT else f"a {type(value).__name__}"
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """By parameter; none for those whose annotations name what only type checkers import."""
+    try:
+        found = get_type_hints(function)
+    except NameError:
+        return {}
+    return {name: hint for name, hint in found.items() if name != "return"}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, parts[0])
+    if origin is Union or origin is types.UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple and Ellipsis not in parts:
+        is_tuple = isinstance(value, tuple) and len(value) == len(parts)
+        return is_tuple and all(map(_fits, cast("tuple[object, ...]", value), parts))
+    if origin is not None:
+        return _is_filled(value, origin, parts)
+    if hint is None or hint is type(None):
+        return value is None
+    if not isinstance(hint, type):
+        return True  # Any, and variables of types
+    if isinstance(value, bool):
+        return hint in (bool, object)
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _is_filled(value: object, origin: type, parts: tuple[Any, ...]) -> bool:
+    """Whether a value is a collection of a kind, or a function; items that wait are left alone."""
+    if not isinstance(value, origin) or isinstance(value, str | bytes):
+        return False
+    if isinstance(value, Mapping):
+        return all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
+    if isinstance(value, Sequence | set | frozenset):
+        return all(_fits(item, parts[0]) for item in value)
+    return True
+
+
+WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+MANY = {int: "whole numbers", float: "numbers", str: "texts", bool: "True or False"}
+
+
+def _described(hint: Any) -> str:
+    """Return what would fit, in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _described(parts[0])
+    if origin is Union or origin is types.UnionType:
+        some = [part for part in parts if part is not type(None)]
+        return " or ".join(dict.fromkeys(map(_described, some)))
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if hint is None or hint is type(None):
+        return "None"
+    if origin is not None and issubclass(origin, Mapping):
+        return "a dict"
+    if origin is not None and issubclass(origin, Iterable):
+        kind = "tuple" if origin is tuple else "list"
+        item = parts[0] if parts else Any
+        return f"a {kind} of {MANY.get(item) or getattr(item, '__name__', 'items')}"
+    if origin is not None:
+        return "a function"
+    name = str(getattr(hint, "__name__", hint))
+    return WORDS.get(hint) or f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

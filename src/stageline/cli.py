@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from stageline import __version__
+from stageline.arguments import shown
 from stageline.costs import Costs, Link
 from stageline.errors import CostsError, PlanError, ReportError, ScheduleError, StagelineError
+from stageline.files import checked_path, read_json
 from stageline.report.files import WRITERS
 from stageline.report.summary import number, percent, share_range
 from stageline.report.timeline import Timeline
-from stageline.schedules.build import FAMILIES, build_schedule, schedule_names
+from stageline.schedules.build import FAMILIES, build_schedule, family_of, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -29,7 +35,20 @@ from stageline.simulation.simulate import simulate
 if TYPE_CHECKING:
     from stageline.planning.profile import Profile
 
+
+class Commands(TyperGroup):
+    """All commands: Ctrl-C ends each of them with a line, and as shells expect."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,6 +57,7 @@ app = typer.Typer(
 )
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what its processes find
 BAD_INPUT = 2  # the exit code of a command that was asked for something impossible
+INTERRUPTED = 130  # by Ctrl-C: 128 + SIGINT
 FAMILY_LIST = "\n\n".join(f"[b]{name}[/b]  {family.summary}" for name, family in FAMILIES.items())
 
 Sched = Annotated[str, typer.Argument(help="A name from the list below, or a CSV file.")]
@@ -135,8 +155,8 @@ def draw(
     request = Request(ranks, microbatches, minibatches, options, given)
     _check_targets(save or [])
     built, timeline = request.run(schedule)
-    _print_grid(timeline)
-    _save(save or [], built, timeline)
+    with _saved(save or [], built, timeline):
+        _print_grid(timeline)
 
 
 @app.command("simulate", epilog=FAMILY_LIST)
@@ -189,8 +209,8 @@ def simulate_schedules(
         return
     _check_targets(save or [])
     built, timeline = request.run(names[0])
-    _print(_comparison([timeline]), "", _rank_table(timeline))
-    _save(save or [], built, timeline)
+    with _saved(save or [], built, timeline):
+        _print(_comparison([timeline]), "", _rank_table(timeline))
 
 
 @app.command(epilog=FAMILY_LIST)
@@ -211,9 +231,9 @@ def verify(
     The function takes nothing and returns model, loss_fn, inputs and target: a model for
     sl.Pipeline, and one mini-batch of its data.
     """
-    from stageline.reference import call  # noqa: PLC0415
-    from stageline.verification import Case, verify_each  # noqa: PLC0415  imports torch
-
+    with _loading():
+        from stageline.reference import call  # noqa: PLC0415
+        from stageline.verification import Case, verify_each  # noqa: PLC0415
     names = schedules or schedule_names(synchronous=True)
     _check_synchronous(names)
     case = Case.of(call(model))
@@ -242,9 +262,10 @@ def run(
     The script calls torch.distributed.init_process_group(), and is the same that torchrun starts
     on many machines.
     """
-    from stageline.launch import launch  # noqa: PLC0415  imports torch
-
-    launch(script, context.args, ranks, max_restarts)
+    with _loading():
+        from stageline.launch import launch  # noqa: PLC0415
+    with _stopped_in_a_line():
+        launch(script, context.args, ranks, max_restarts)
 
 
 @app.command()
@@ -264,7 +285,7 @@ def demo(
     early and goes on with the rest.
     """
     _check_synchronous([schedule])
-    with Console(stderr=True).status("loading PyTorch"):
+    with _loading():
         from stageline.demo import run  # noqa: PLC0415  other commands do without torch
 
     for path in run(folder, steps=steps, ranks=ranks, schedule=schedule):
@@ -306,9 +327,10 @@ def profile(
     if memory is not None:
         raise PlanError("--memory was given, but a profile of a model has its own: use --links")
     path = save or Path("profile.json")
+    _check_target(path)
     found = _profiled(model, ranks)
-    typer.echo(str(found))
     found.save(path)
+    typer.echo(str(found))
     typer.echo(f"wrote {path}", err=True)
 
 
@@ -343,13 +365,14 @@ def plan(
     Prints ranked ways with what is expected of them, and the timeline of the best;
     [b]sl.Pipeline(model, loss_fn, plan=sl.Plan.load("plan.json"))[/b] takes it.
     """
-    with Console(stderr=True).status("loading PyTorch"):
+    with _loading():
         from stageline.planning.cluster import Cluster  # noqa: PLC0415
         from stageline.planning.profile import Profile  # noqa: PLC0415
         from stageline.planning.search import plan as search  # noqa: PLC0415
         from stageline.planning.ways import SCHEDULES  # noqa: PLC0415
     if cluster is None and (devices is None or memory is None):
         raise PlanError("there is no cluster, but one is needed: --devices and --memory, or a file")
+    _check_target(save)
     machines = Cluster.load(cluster) if cluster else Cluster(devices or 0, memory)
     is_file = model.endswith(".json")
     costs = Profile.load(model) if is_file else _profiled(model, ranks)
@@ -362,10 +385,33 @@ def plan(
             schedules=schedules or SCHEDULES,
             progress=lambda count, words: status.update(f"planning: {count} tried, {words}"),
         )
+    found.save(save)
     typer.echo(f"{found}\n")
     _print_grid(found.timeline)
-    found.save(save)
     typer.echo(f"wrote {save}", err=True)
+
+
+@contextmanager
+def _loading(console: Console | None = None) -> Iterator[None]:
+    """Import torch, which takes a second or more; a Ctrl-C that an import swallows is not lost."""
+    asked = []
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    is_ours = before is signal.default_int_handler  # not ignored, and in the main thread
+    if is_ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        with (console or Console(stderr=True)).status("loading PyTorch"):
+            yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _profile_links(ranks: int, memory: str | None, path: Path) -> None:
@@ -378,18 +424,31 @@ def _profile_links(ranks: int, memory: str | None, path: Path) -> None:
             f"--links was given with {ranks} rank, but a link needs 2: use --ranks 2, or start "
             "this with torchrun"
         )
-    with Console(stderr=True).status("loading PyTorch"):
+    with _loading():
         from stageline.launch import launch_module  # noqa: PLC0415
         from stageline.planning.cluster import Device  # noqa: PLC0415
     given = ["--memory", str(Device(memory).memory_bytes)] if memory else []
-    launch_module("stageline", ["profile", "--links", "--save", str(path), *given], ranks)
+    with _stopped_in_a_line():
+        launch_module("stageline", ["profile", "--links", "--save", str(path), *given], ranks)
+
+
+@contextmanager
+def _stopped_in_a_line() -> Iterator[None]:
+    """A signal that ended all processes is told in a line, and by the exit code of a shell."""
+    from stageline.launch import Stopped  # noqa: PLC0415  imports torch
+
+    try:
+        yield
+    except Stopped as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(128 + stop.number) from None
 
 
 def _take_part(memory: str | None, path: Path) -> None:
     """All ranks measure, the first one tells."""
     is_first = os.environ["RANK"] == "0"
     console = Console(stderr=True, quiet=not is_first)
-    with console.status("loading PyTorch"):
+    with _loading(console):
         import torch.distributed as dist  # noqa: PLC0415
 
         from stageline.planning.links import measure_links  # noqa: PLC0415
@@ -400,13 +459,13 @@ def _take_part(memory: str | None, path: Path) -> None:
     finally:
         dist.destroy_process_group()
     if is_first:
-        typer.echo(str(cluster))
         cluster.save(path)
+        typer.echo(str(cluster))
         typer.echo(f"wrote {path}", err=True)
 
 
 def _profiled(model: str, ranks: int) -> Profile:
-    with Console(stderr=True).status("loading PyTorch"):
+    with _loading():
         from stageline.planning.measure import profile as measure  # noqa: PLC0415
         from stageline.reference import call  # noqa: PLC0415
         from stageline.verification import Case  # noqa: PLC0415
@@ -425,39 +484,30 @@ class Request:
     given: dict[str, Any] = field(default_factory=dict)  # costs; a number is for a whole rank
 
     def run(self, name: str) -> tuple[Schedule, Timeline]:
+        """Build and simulate, as `build_schedule` and `simulate` do for the same costs."""
         if name.lower().endswith(".csv"):
             schedule = Schedule.from_csv(name)
             check(schedule)
             costs = self.costs(max(schedule.num_stages // schedule.num_ranks, 1))
-        else:
-            known = FAMILIES.get(name)
-            costs = self.costs(
-                self.options.get("chunks_per_rank") or (known.chunks if known else 1)
-            )
-            is_searched = known and "costs" in known.options and self.given
-            schedule = build_schedule(
-                name,
-                num_ranks=self.ranks,
-                num_microbatches=self.microbatches,
-                num_minibatches=self.minibatches,
-                costs=costs if is_searched else None,
-                **self.options,
-            )
+            return schedule, simulate(schedule, costs)
+        chunks = self.options.get("chunks_per_rank", family_of(name).chunks)
+        costs = self.costs(chunks)
+        schedule = build_schedule(
+            name,
+            num_ranks=self.ranks,
+            num_microbatches=self.microbatches,
+            num_minibatches=self.minibatches,
+            costs=costs if self.given else None,
+            **self.options,
+        )
         return schedule, simulate(schedule, costs)
 
     def costs(self, chunks: int) -> Costs:
         """A rank's share is split evenly over its chunks, so that schedules can be compared."""
-        shares: dict[str, Any] = dict.fromkeys(UNIT, 1.0) | self.given
-        shares.setdefault("retained", shares["activation"])
-        for name, value in shares.items():
-            if name not in BETWEEN_STAGES and isinstance(value, int | float):
-                shares[name] = value / chunks
-        return Costs(**shares)
+        return Costs.of_a_rank(chunks, **self.given)
 
 
 COMPARED_MINIBATCHES = 8  # where a schedule needs several and no number is given
-UNIT = ("forward", "input_grad", "weight_grad", "activation")
-BETWEEN_STAGES = ("transfer", "message", "links")  # no rank's share of anything
 GIVEN = ("forward", "input_grad", "weight_grad", "transfer", "activation", "retained")
 
 
@@ -511,27 +561,24 @@ def _per_stage(name: str, text: str) -> float | list[float]:
 def _file_costs(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CostsError(f"{path} is not JSON ({error}), but costs are a JSON object") from error
+    values = read_json(path, CostsError)
     if not isinstance(values, dict):
         raise CostsError(f"{path} holds {type(values).__name__}, but costs are a JSON object")
     unknown = sorted(set(values) - set(Costs.__dataclass_fields__))
     if unknown:
         known = ", ".join(Costs.__dataclass_fields__)
-        raise CostsError(f"{path} has {', '.join(unknown)}, but costs are {known}")
+        raise CostsError(f"{path} has {', '.join(map(shown, unknown))}, but costs are {known}")
     if isinstance(values.get("links"), dict):
         values["links"] = _link(path, values["links"])
     return values
 
 
 def _link(path: Path, values: dict[str, Any]) -> Link:
-    try:
-        return Link(**{name: float(value) for name, value in values.items()})
-    except (TypeError, ValueError) as error:
-        message = f"{path} has links {values}, but a link is a latency and a bandwidth"
-        raise CostsError(message) from error
+    if not values.keys() <= Link.__dataclass_fields__.keys():
+        raise CostsError(
+            f"{path} has links {shown(values)}, but a link is a latency and a bandwidth"
+        )
+    return Link(**values)
 
 
 def _compare(names: list[str], request: Request) -> None:
@@ -614,27 +661,95 @@ def _check_targets(paths: list[Path]) -> None:
     for path in paths:
         if path.suffix.lower() not in (".csv", *WRITERS):
             raise ReportError(f"{path} cannot be saved: use .svg, .html, .json or .csv")
-        if path.is_dir() or not path.parent.is_dir():
-            raise ReportError(f"{path} cannot be saved: use a file in a folder that exists")
+        _check_target(path)
 
 
-def _save(paths: list[Path], schedule: Schedule, timeline: Timeline) -> None:
-    for path in paths:
-        if path.suffix.lower() == ".csv":
-            schedule.to_csv(path)
-        else:
-            timeline.save(path)
-        typer.echo(f"wrote {path}", err=True)
+def _check_target(path: Path) -> None:
+    checked_path(path, ReportError)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ReportError(f"{path} cannot be saved: use a file in a folder that exists")
+
+
+@contextmanager
+def _saved(paths: list[Path], schedule: Schedule, timeline: Timeline) -> Iterator[None]:
+    """Write files first, whoever reads what is printed then; print even if one fails."""
+    written = []
+    try:
+        for path in paths:
+            if path.suffix.lower() == ".csv":
+                schedule.to_csv(path)
+            else:
+                timeline.save(path)
+            written.append(path)
+    finally:
+        yield
+        for path in written:
+            typer.echo(f"wrote {path}", err=True)
+
+
+class Output(io.TextIOBase):
+    """Standard output whose reader may leave early, as in `stageline demo | head`.
+
+    The command goes on without it: what it was asked to write is written, and its exit code says
+    what came of it. State: whether the reader is gone.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.is_read = stream, True
+
+    def write(self, text: str) -> int:
+        self._while_read(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._while_read(self.stream.flush)
+
+    def _while_read(self, work: Callable[[], object]) -> None:
+        try:
+            if self.is_read:
+                work()
+        except BrokenPipeError:
+            self.is_read = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())  # for what is still buffered
+            os.close(nowhere)
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute there
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]  # as above
+        return self.stream.errors
 
 
 def main() -> None:
     """The command, with mistakes told in a line and no traceback."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
+    before, sys.stdout = sys.stdout, cast("TextIO", Output(sys.stdout))
     try:
         app()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"error: {where}{error.strerror or error}", err=True)
-        raise SystemExit(BAD_INPUT) from None
+        _fail(f"{where}{error.strerror or error}")
     except StagelineError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(BAD_INPUT) from None
+        _fail(str(error))
+    except MemoryError:
+        _fail("there is not enough memory for this: use smaller sizes")
+    finally:
+        sys.stdout = before
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise SystemExit(BAD_INPUT) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from stageline.arguments import check_size, shown
 from stageline.errors import CostsError
+from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT
 
 PerStage = float | Sequence[float]
 
@@ -25,7 +26,7 @@ class Link:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latency", _number("latency", self.latency))
-        if self.bandwidth != math.inf:
+        if not isinstance(self.bandwidth, float) or self.bandwidth != math.inf:
             object.__setattr__(self, "bandwidth", _number("bandwidth", self.bandwidth))
         if not self.bandwidth:
             raise CostsError("bandwidth is 0, but a link has to carry something: give more")
@@ -77,8 +78,37 @@ class Costs:
         self._check_retained()
         self._check_links()
 
+    @staticmethod
+    def of_a_rank(chunks_per_rank: int = 1, **shares: Any) -> Costs:
+        """The costs of stages from those of a whole rank, which holds so many of them.
+
+        A number is a rank's share of the model and is split evenly over its chunks, so that
+        schedules with one chunk and with several are of the same model; a list has a value for
+        each stage, and `transfer`, `message` and `links` are between stages: they stay as they are.
+        What is not given is 1 for a rank where `Costs()` has 1 for a stage. The command line takes
+        its costs so.
+
+        >>> costs = Costs.of_a_rank(2, forward=1.1, transfer=0.05)
+        >>> costs.forward, costs.input_grad, costs.transfer
+        (0.55, 0.5, 0.05)
+        """
+        check_size("chunks_per_rank", chunks_per_rank, error=CostsError)
+        if unknown := sorted(shares.keys() - {*PER_STAGE, "links"}):
+            raise CostsError(
+                f"{shown(unknown[0])} is given, but costs are {', '.join(PER_STAGE)} and links"
+            )
+        values = dict.fromkeys(UNIT, 1.0) | shares
+        values.setdefault("retained", values["activation"])
+        for name, value in values.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in BETWEEN_STAGES and is_number:
+                values[name] = _number(name, value) / chunks_per_rank
+        return Costs(**values)
+
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
         """The values of one field, spelled out for every stage."""
+        if name not in PER_STAGE:
+            raise CostsError(f"{shown(name)} is not known, but costs are {', '.join(PER_STAGE)}")
         value: float | tuple[float, ...] = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * num_stages
@@ -157,18 +187,19 @@ class Costs:
             is_pair = isinstance(pair, tuple) and [type(rank) for rank in pair] == [int, int]
             if not is_pair or not isinstance(link, Link):
                 raise CostsError(
-                    f"links has {pair!r}: {link!r}, but holds a Link for each (from, to) pair of "
-                    "ranks, or is one Link for all"
+                    f"links has {shown(pair)}: {shown(link)}, but holds a Link for each (from, to) "
+                    "pair of ranks, or is one Link for all"
                 )
 
 
 PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
+UNIT = ("forward", "input_grad", "weight_grad", "activation")  # 1 unless given
+BETWEEN_STAGES = ("transfer", "message", "links")  # no rank's share of anything
 
 
 def _numbers(name: str, value: object) -> float | tuple[float, ...]:
     """A float, or a tuple of them; anything negative, infinite or not a number is refused."""
-    if not isinstance(value, list | tuple | float) and isinstance(value, _Array):
-        value = value.tolist()
+    value = _plain(name, value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(_number(f"{name}[{stage}]", item) for stage, item in enumerate(value))
     return _number(name, value)
@@ -181,11 +212,25 @@ class _Array(Protocol):
     def tolist(self) -> object: ...
 
 
+def _plain(name: str, value: object) -> object:
+    """An array or tensor as numbers; anything else as it is."""
+    if isinstance(value, int | float | list | tuple | None) or not isinstance(value, _Array):
+        return value
+    try:
+        return value.tolist()
+    except Exception as error:  # a tensor on the meta device, or a class of the user's own
+        raise CostsError(f"{name} is {shown(value)}, which has no numbers: {error}") from error
+
+
 def _number(name: str, value: object) -> float:
-    if not isinstance(value, int | float) and isinstance(value, _Array):  # the second is slow
-        value = value.tolist()
+    value = _plain(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CostsError(f"{name} is {value!r}, but a cost is a number >= 0")
-    if not 0 <= value <= sys.float_info.max:
-        raise CostsError(f"{name} is {value}, but a cost is a finite number >= 0")
+        raise CostsError(f"{name} is {shown(value)}, but a cost is a number >= 0")
+    if not 0 <= value < math.inf:
+        raise CostsError(f"{name} is {shown(value)}, but a cost is a finite number >= 0")
+    if value and not LEAST_AMOUNT <= value <= MOST_AMOUNT:
+        raise CostsError(
+            f"{name} is {shown(value)}, but a cost is 0, or from {LEAST_AMOUNT:g} to "
+            f"{MOST_AMOUNT:g}: use other units"
+        )
     return float(value)

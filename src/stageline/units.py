@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+from stageline.arguments import shown
+
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 UNITS |= {prefix + "i": 1024**power for power, prefix in enumerate("kmgt", start=1)}
-SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?", re.IGNORECASE)
+LONGEST = 100  # characters: nobody writes a size with more
 
 
 def parse_bytes(text: str) -> float:
@@ -15,9 +18,9 @@ def parse_bytes(text: str) -> float:
     >>> parse_bytes("22GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
     (23622320128.0, 1500000.0, 512.0)
     """
-    match = SIZE.fullmatch(text)
+    match = SIZE.fullmatch(text.strip()) if len(text) <= LONGEST else None
     if not match or match[2].lower() not in UNITS:
-        raise ValueError(f"{text!r} is no size in bytes: write it like '22GiB' or '512MB'")
+        raise ValueError(f"{shown(text)} is no size in bytes: write it like '22GiB' or '512MB'")
     return float(match[1]) * UNITS[match[2].lower()]
 
 

@@ -319,7 +319,7 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_workers": 0}, "num_workers is 0, but has to be 1 at least"),
+        ({"num_workers": 0}, "num_workers is 0, but has to be a whole number from 1 up"),
         (
             {"num_workers": 1, "bandwidth": 0},
             "bandwidth is 0, but has to be finite and above 0: give bytes a second",

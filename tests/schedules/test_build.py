@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from stageline.costs import Costs
 from stageline.errors import ScheduleError
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
@@ -69,8 +68,8 @@ def test_an_option_that_a_family_does_not_take_is_refused_with_those_that_do() -
     )
     with refused(message):
         build_schedule("1f1b", num_ranks=2, num_microbatches=4, chunks_per_rank=2)
-    with pytest.raises(ScheduleError, match=r"^'looped_bfs' was given costs, but takes chunks_per"):
-        build_schedule("looped_bfs", num_ranks=2, num_microbatches=4, costs=Costs())
+    with pytest.raises(ScheduleError, match=r"^'looped_bfs' was given seed, but takes chunks_per"):
+        build_schedule("looped_bfs", num_ranks=2, num_microbatches=4, seed=1)
 
 
 def test_options_reach_their_family() -> None:

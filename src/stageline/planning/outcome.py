@@ -80,7 +80,7 @@ def others(found: Sequence[Found]) -> Iterator[Option]:
     for each in found[1:]:
         if each.way.name not in seen:
             seen.add(each.way.name)
-            slower = each.seconds / best.seconds - 1
+            slower = each.seconds / best.seconds - 1 if best.seconds else 0.0
             yield each.option(f"{100 * slower:.1f} % slower: {_why(each, best)}")
 
 

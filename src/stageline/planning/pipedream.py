@@ -20,7 +20,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from stageline.arguments import check_size, shown
 from stageline.errors import PlanError
+from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT, MOST_STAGES, check_most
 from stageline.planning.chain import Floats, Whole
 from stageline.planning.pipedream_graph import Graph, Node
 
@@ -233,9 +235,10 @@ def _check(graph: Graph, num_workers: int, bandwidth: float) -> None:
         raise PlanError(
             "the graph has inputs only, but a plan needs a layer at least: add its line"
         )
-    if num_workers < 1:
-        raise PlanError(f"num_workers is {num_workers}, but has to be 1 at least")
-    if not 0 < bandwidth < math.inf:
+    check_size("num_workers", num_workers, error=PlanError)
+    check_most("num_workers", num_workers, MOST_STAGES, error=PlanError)
+    if not LEAST_AMOUNT <= bandwidth <= MOST_AMOUNT:
         raise PlanError(
-            f"bandwidth is {bandwidth}, but has to be finite and above 0: give bytes a second"
+            f"bandwidth is {shown(bandwidth)}, but has to be finite and above 0: give bytes a "
+            "second"
         )

@@ -15,14 +15,18 @@ import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
+from stageline.arguments import shown
 from stageline.errors import PlanError
+from stageline.files import read_text
+from stageline.limits import MOST_AMOUNT
 from stageline.planning.profile import LayerCost, Measurement, Profile, ValueCost
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]*)")
+LONGEST_LINE = 10_000  # characters
+FIELD = re.compile(r"(\w{1,64})=(\[[^\]]*\]|[^,\s]*)")
 MILLISECOND = 1e-3
+SHOWN = 60  # characters of a number in an error
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,7 @@ class Graph:
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
     """Raises `PlanError` with the line that is wrong."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+    text = read_text(path, PlanError)
     return parse_graph(text, source=repr(os.fspath(path)))
 
 
@@ -68,13 +69,17 @@ def parse_graph(text: str, source: str = "the graph") -> Graph:
     reads: dict[str, dict[str, None]] = defaultdict(dict)
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"line {number} of {source}"
+        if len(line) > LONGEST_LINE:
+            raise PlanError(
+                f"{place} has {len(line)} characters, but a node or edge has {LONGEST_LINE} at most"
+            )
         if line[:1].isspace() and line.strip():
             writer, reader = _edge(line, place)
             reads[reader][writer] = None
         elif line.strip():
             node = _node(line, place)
             if node.name in nodes:
-                raise PlanError(f"{place} has {node.name!r} again: give each node one line")
+                raise PlanError(f"{place} has {shown(node.name)} again: give each node one line")
             nodes[node.name] = node
     if not nodes:
         raise PlanError(
@@ -116,7 +121,7 @@ def _edge(line: str, place: str) -> tuple[str, str]:
     names = [name.strip() for name in line.split(" -- ")]
     if len(names) != 2 or not all(names):
         raise PlanError(
-            f"{place} is {line.strip()!r}, but an indented line is an edge: "
+            f"{place} is {shown(line.strip())}, but an indented line is an edge: "
             "write it like 'node1 -- node2'"
         )
     return names[0], names[1]
@@ -145,8 +150,10 @@ def _number(found: dict[str, str], name: str, place: str) -> float:
         numbers = [float(part) for part in found[name].strip("[]").split(";")]
     except ValueError:
         numbers = [math.nan]
-    if not all(0 <= number < math.inf for number in numbers):
-        raise PlanError(f"{place} has {name}={found[name]}, but has to have a number from 0 up")
+    if not all(0 <= number <= MOST_AMOUNT for number in numbers):
+        most = f", to {MOST_AMOUNT:g}" if max(numbers) > MOST_AMOUNT else ""
+        seen = f"{name}={found[name][:SHOWN]}"
+        raise PlanError(f"{place} has {seen}, but has to have a number from 0 up{most}")
     return math.fsum(numbers)
 
 
@@ -154,7 +161,7 @@ def _graph(nodes: dict[str, Node], reads: dict[str, tuple[str, ...]], source: st
     named = {name for reader, writers in reads.items() for name in (reader, *writers)}
     if unknown := sorted(named - nodes.keys()):
         raise PlanError(
-            f"{source} has an edge of {unknown[0]!r}, but no node of that name: add its line"
+            f"{source} has an edge of {shown(unknown[0])}, but no node of that name: add its line"
         )
     inputs = [
         node
@@ -162,7 +169,8 @@ def _graph(nodes: dict[str, Node], reads: dict[str, tuple[str, ...]], source: st
         if node.description.startswith("Input") and not reads.get(node.name)
     ]
     order = _in_order(nodes, reads, source)
-    layers = [node for node in order if node not in inputs]
+    brought = {node.name for node in inputs}
+    layers = [node for node in order if node.name not in brought]
     return Graph(
         tuple(Node(**(vars(node) | {"reads": reads.get(node.name, ())})) for node in layers),
         tuple(sorted(inputs, key=lambda node: _by_number(node.name))),
@@ -189,11 +197,13 @@ def _in_order(nodes: dict[str, Node], reads: dict[str, tuple[str, ...]], source:
     if len(order) < len(nodes):
         stuck = min((name for name in nodes if waiting[name]), key=_by_number)
         raise PlanError(
-            f"{source} has a circle through or before {stuck!r}: remove one of its edges"
+            f"{source} has a circle through or before {shown(stuck)}: remove one of its edges"
         )
     return order
 
 
-def _by_number(name: str) -> tuple[int, str]:
-    digits = re.search(r"\d+", name)
-    return (int(digits[0]) if digits else -1, name)
+def _by_number(name: str) -> tuple[int, str, str]:
+    """The order of the first number in a name, of as many digits as it may have."""
+    found = re.search(r"[0-9]+", name)
+    digits = found[0].lstrip("0") or "0" if found else ""
+    return len(digits), digits, name

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 
-from stageline.arguments import check_type
+from stageline.arguments import check_type, shown
 from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError
-from stageline.planning.checked import Amount, Count, checked, read_json, write_json
+from stageline.limits import MOST_COUNT, MOST_PLAN_BYTES
+from stageline.planning.checked import Amount, Count, Whole, checked, read_json, write_json
 from stageline.planning.tables import table
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
-from stageline.schedules.build import schedule_names
+from stageline.schedules.build import family_of, schedule_names
+from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
@@ -32,7 +35,7 @@ class Option:
     replicas: Count
     num_microbatches: Count
     samples: Count  # of a micro-batch
-    recompute: Annotated[int, Field(ge=0)]  # stages that run their forwards again
+    recompute: Annotated[Whole, Field(ge=0, le=MOST_COUNT)]  # stages that run their forwards again
     seconds: Amount  # of a step; asynchronous, from one mini-batch to the next at full pace
     bubble: Amount  # idle share of all ranks
     peak_memory: Amount  # bytes, of the fullest rank
@@ -43,6 +46,7 @@ class Option:
     stage_replicas: tuple[Count, ...] = ()  # ranks of each stage; (): one, or several stages each
 
     def __post_init__(self) -> None:
+        family_of(self.schedule)  # raises if there is none
         if not self.stage_replicas:
             return
         counts = list(self.stage_replicas)
@@ -98,15 +102,30 @@ class Plan:
     others: tuple[Option, ...] = ()
 
     def __post_init__(self) -> None:
-        """What a stream's actions say of ranks and stages is what else is said of them."""
-        if not self.chosen.is_asynchronous:
-            return
-        found = list(self.schedule.replicas), self.schedule.num_stages, self.schedule.num_ranks
-        said = list(self.chosen.stage_replicas), len(self.balance), self.chosen.num_ranks
-        names = "stage_replicas", "stages", "ranks"
-        for name, here, there in zip(names, said, found, strict=True):
+        """What its parts say of layers, ranks and stages has to be the same."""
+        schedule = self.schedule
+        check(schedule)
+        pairs: dict[str, tuple[object, object]] = {
+            "stage_replicas": (list(self.chosen.stage_replicas), list(schedule.replicas)),
+            "stages": (len(self.balance), schedule.num_stages),
+            "stages that are recomputed or not": (len(self.recompute), schedule.num_stages),
+            "ranks": (self.chosen.num_ranks, schedule.num_ranks),
+            "ranks with a peak of memory": (len(self.peak_memory), schedule.num_ranks),
+            "micro-batches": (self.chosen.num_microbatches, schedule.num_microbatches),
+        }
+        for name, (here, there) in pairs.items():
             if here != there:
                 raise PlanError(f"{name}: the plan says {here}, but its actions {there}: plan anew")
+        if sum(self.balance) != len(self.layers):
+            raise PlanError(
+                f"the plan has {len(self.layers)} layers, but {sum(self.balance)} in its stages: "
+                "plan anew"
+            )
+        if unknown := sorted(self.costs.keys() - set(PER_STAGE)):
+            raise PlanError(
+                f"costs has {shown(unknown[0])}, but costs are {', '.join(PER_STAGE)}: plan anew"
+            )
+        Costs(**cast("dict[str, Any]", self.costs)).check_num_stages(schedule.num_stages)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -129,7 +148,7 @@ class Plan:
     @property
     def throughput(self) -> float:
         """Samples a second."""
-        return self.batch_size / self.chosen.seconds
+        return self.batch_size / self.chosen.seconds if self.chosen.seconds else math.inf
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
@@ -141,7 +160,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        return read_json(path, Plan)
+        return read_json(path, Plan, MOST_PLAN_BYTES)
 
     def check(self, layers: tuple[str, ...]) -> None:
         """Raise unless it is for a model with these layers."""
@@ -174,7 +193,7 @@ class Plan:
         return (
             option.words,
             f"{1e3 * option.seconds:.4g}",
-            f"{self.batch_size / option.seconds:.4g}",
+            f"{self.batch_size / option.seconds:.4g}" if option.seconds else "–",
             percent(option.bubble),
             format_bytes(option.peak_memory),
             option.verdict,

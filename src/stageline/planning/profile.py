@@ -12,8 +12,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from stageline.arguments import check_size, shown
 from stageline.errors import PlanError
-from stageline.planning.checked import Amount, Count, checked, read_json, write_json
+from stageline.limits import MOST_COUNT, MOST_LAYERS, MOST_SAMPLES, check_most
+from stageline.planning.checked import Amount, Count, Whole, checked, read_json, write_json
 from stageline.planning.tables import table
 from stageline.units import format_bytes
 
@@ -58,11 +60,11 @@ class ValueCost:
     is -1 for what the loader brings, which every rank has.
     """
 
-    writer: Annotated[int, Field(ge=-1)]
-    readers: tuple[int, ...]
+    writer: Annotated[Whole, Field(ge=-1, le=MOST_COUNT)]
+    readers: tuple[Whole, ...]
     size: Amount
     unsaved: Amount = 0.0  # kept from F until I only if it is sent, and in no layer's activation
-    let_go: tuple[int, ...] = ()  # of its writer and readers those that do not keep it until W
+    let_go: tuple[Whole, ...] = ()  # of its writer and readers those that do not keep it until W
 
 
 @checked
@@ -105,7 +107,7 @@ class Measurement:
 class Tied:
     """A parameter that several layers use: each rank that has one of them holds it once."""
 
-    layers: tuple[int, ...]
+    layers: tuple[Whole, ...]
     parameters: Amount  # bytes; part of each of these layers' own
 
 
@@ -131,9 +133,32 @@ class Profile:
             raise PlanError(f"measurements are of {sizes} samples, but have to ascend")
         for measurement in self.measurements:
             self._check(measurement)
+            self._check_alike(measurement)
+        for weight in self.tied:
+            if not all(0 <= layer < len(self.names) for layer in weight.layers):
+                raise PlanError(
+                    f"a tied weight is of layers {shown(weight.layers)}, but layers go from 0 to "
+                    f"{len(self.names) - 1}"
+                )
+
+    def _check_alike(self, measurement: Measurement) -> None:
+        """All sizes of micro-batches have the same values between layers."""
+        first = self.measurements[0]
+        values, others = (
+            [(value.writer, value.readers, value.let_go) for value in each.values]
+            for each in (first, measurement)
+        )
+        if values != others:
+            raise PlanError(
+                f"the values of {measurement.samples} samples are not those of {first.samples}, "
+                "but they have the same writers and readers for every size: profile anew"
+            )
 
     def _check(self, measurement: Measurement) -> None:
         count = len(self.names)
+        if not count:
+            raise PlanError("the profile has no layers, but needs one at least")
+        check_most("the number of layers", count, MOST_LAYERS, error=PlanError)
         if len(measurement.layers) != count:
             raise PlanError(
                 f"{count} layers have names, but {len(measurement.layers)} have costs for "
@@ -142,12 +167,19 @@ class Profile:
         for value in measurement.values:
             if not all(value.writer < reader < count for reader in value.readers):
                 raise PlanError(
-                    f"a value of layer {value.writer} is read by layers {value.readers}, but "
-                    f"readers come later, and before layer {count}"
+                    f"a value of layer {value.writer} is read by layers {shown(value.readers)}, "
+                    f"but readers come later, and before layer {count}"
+                )
+            if not {value.writer, *value.readers} >= set(value.let_go):
+                raise PlanError(
+                    f"a value of layer {value.writer} is let go by layers {shown(value.let_go)}, "
+                    "but these are of its writer and readers"
                 )
 
     def at(self, samples: int) -> Measurement:
         """Between measured sizes on a straight line; beyond them on that of the last two."""
+        check_size("samples", samples, error=PlanError)
+        check_most("samples", samples, MOST_SAMPLES, error=PlanError)
         sizes = [measurement.samples for measurement in self.measurements]
         if len(sizes) == 1:
             only = self.measurements[0]

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from stageline.arguments import check_size
+from stageline.arguments import check_arguments, check_size
 from stageline.costs import Costs
 from stageline.errors import PlanError
+from stageline.limits import MOST_SAMPLES, check_most
 from stageline.planning.cluster import Cluster
 from stageline.planning.layouts import Task
 from stageline.planning.outcome import Found, others, stages_in_words, why_nothing_fits
@@ -67,6 +68,10 @@ def plan(
     `progress` is called with how many ways were looked at, and the best so far.
     """
     check_size("batch_size", batch_size)
+    check_most("batch_size", batch_size, MOST_SAMPLES, error=PlanError)
+    if num_ranks is not None:
+        check_size("num_ranks", num_ranks)
+    check_arguments(plan, locals(), PlanError)
     states_of(optimizer)
     for name in schedules:
         family_of(name)  # raises if there is none

@@ -56,7 +56,7 @@ class Machines:
 
     cluster: Cluster
     devices: tuple[Device, ...]  # by rank
-    numbers: tuple[tuple[int, ...], ...]  # by rank, of its devices in the cluster, by replica
+    numbers: tuple[range, ...]  # by rank, of its devices in the cluster, by replica
     by_stage: bool = False  # these are the devices of its stage
 
     @staticmethod
@@ -65,10 +65,9 @@ class Machines:
     ) -> Machines:
         """`side_by_side`: the replicas of a rank are neighbours instead."""
         numbers = tuple(
-            tuple(
-                rank * replicas + k if side_by_side else k * num_ranks + rank
-                for k in range(replicas)
-            )
+            range(rank * replicas, (rank + 1) * replicas)
+            if side_by_side
+            else range(rank, num_ranks * replicas, num_ranks)
             for rank in range(num_ranks)
         )
         return Machines(cluster, _worst_devices(cluster, numbers), numbers)
@@ -78,7 +77,7 @@ class Machines:
         """With so many ranks for each stage, which are neighbours."""
         firsts = side_by_side(replicas)
         numbers = tuple(
-            tuple(range(first, first + count))
+            range(first, first + count)
             for first, count in zip(firsts, replicas, strict=True)
             for _ in range(count)
         )
@@ -88,7 +87,8 @@ class Machines:
         """Between two ranks; or between those of their stages that are furthest apart."""
         here, there = self.numbers[source], self.numbers[target]
         if self.by_stage:
-            return self.cluster.link(min(*here, *there), max(*here, *there))
+            ends = (here[0], here[-1], there[0], there[-1])
+            return self.cluster.link(min(ends), max(ends))
         return self.cluster.link(here[0], there[0])
 
     def ring(self, rank: int) -> Link:
@@ -103,6 +103,8 @@ class Machines:
 
 
 def _worst_devices(cluster: Cluster, numbers: Sequence[Sequence[int]]) -> tuple[Device, ...]:
+    if not cluster.devices:  # all are alike
+        return (cluster.device(0),) * len(numbers)
     return tuple(_worst([cluster.device(number) for number in row]) for row in numbers)
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from stageline.limits import MOST_CELLS
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action
@@ -21,7 +22,8 @@ def exact_quantum(timeline: Timeline) -> float | None:
     durations = _durations(timeline)
     if not durations:
         return None
-    least = max(_median(durations) / (MAX_CELLS_OF_MEDIAN + 0.5), timeline.makespan / MAX_CELLS)
+    shortest = timeline.makespan / _most_cells(timeline)
+    least = max(_median(durations) / (MAX_CELLS_OF_MEDIAN + 0.5), shortest)
     divisor = 0.0
     for time in sorted({time for row in timeline.spans for span in row for time in span[1:]}):
         divisor = _common_divisor(time, divisor, 1e-6 * durations[0])
@@ -36,7 +38,7 @@ def rough_quantum(timeline: Timeline) -> float:
     if not durations:
         return 1.0
     shortest_drawn = _median(durations) / MAX_CELLS_OF_MEDIAN
-    return max(durations[0], shortest_drawn, timeline.makespan / MAX_CELLS)
+    return max(durations[0], shortest_drawn, timeline.makespan / _most_cells(timeline))
 
 
 def hides_actions(timeline: Timeline, quantum: float) -> bool:
@@ -84,6 +86,11 @@ def dithered(row: Iterable[Cell]) -> Iterator[Action | None]:
 def _kind_of(action: Action) -> Action:
     """An action for all that look alike in a letter."""
     return action._replace(microbatch=WHOLE_BATCH, version=NO_VERSION)
+
+
+def _most_cells(timeline: Timeline) -> int:
+    """Of the longest row; all rows together have to be drawn in a few seconds."""
+    return min(MAX_CELLS, max(1, MOST_CELLS // max(timeline.num_ranks, 1)))
 
 
 def _durations(timeline: Timeline) -> list[float]:

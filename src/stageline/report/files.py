@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from stageline.errors import ReportError
+from stageline.files import checked_path, write_text
+from stageline.limits import MOST_DRAWN, check_most
 from stageline.report.html import page
 from stageline.report.perfetto import trace
 from stageline.report.svg import svg
@@ -17,6 +19,13 @@ WRITERS = {".svg": svg, ".html": page, ".json": trace}
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
+    check_most(
+        "the number of actions",
+        sum(map(len, timeline.spans)),
+        MOST_DRAWN,
+        "draw a schedule of fewer micro-batches",
+        ReportError,
+    )
     writers = {suffix: partial(writer, timeline) for suffix, writer in WRITERS.items()}
     write(path, "a timeline", writers)
 
@@ -25,7 +34,7 @@ def write(
     path: str | os.PathLike[str], what: str, writers: Mapping[str, Callable[[], str]]
 ) -> None:
     """What the writer of the path's suffix gives."""
-    path = Path(path)
+    path = checked_path(path, ReportError)
     if path.suffix.lower() not in writers:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         *most, last = writers
@@ -33,4 +42,4 @@ def write(
             f"{path.name!r} {ending}, but {what} is saved as {', '.join(most)} or {last}: "
             "use one of them"
         )
-    path.write_text(writers[path.suffix.lower()](), encoding="utf-8")
+    write_text(path, writers[path.suffix.lower()](), ReportError)

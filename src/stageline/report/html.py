@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stageline.report.summary import heading, number, percent
 from stageline.report.svg import svg, xml
 from stageline.report.timeline import Timeline
-from stageline.schedules.placement import stages_on
+from stageline.schedules.placement import stages_by_rank
 
 STYLE = """
 :root{color-scheme:light}
@@ -104,18 +104,19 @@ def framed(title: str, picture: str, table: str = "") -> str:
 
 def _table(timeline: Timeline) -> str:
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
+    held = stages_by_rank(timeline.placement, timeline.num_ranks, timeline.replicas)
     rows = "\n".join(
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(timeline, rank))}</tr>"
-        for rank in range(timeline.num_ranks)
+        f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(timeline, rank, stages))}</tr>"
+        for rank, stages in enumerate(held)
     )
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
-def _cells(timeline: Timeline, rank: int) -> Iterator[str]:
+def _cells(timeline: Timeline, rank: int, stages: tuple[int, ...]) -> Iterator[str]:
     """One for each of `COLUMNS`."""
     busy = timeline.busy[rank]
     yield str(rank)
-    yield ", ".join(map(str, stages_on(timeline.placement, rank, timeline.replicas)))
+    yield ", ".join(map(str, stages))
     yield number(busy)
     yield percent(1 - busy / timeline.makespan if timeline.makespan else 0.0)
     yield number(timeline.rank_spans[rank])

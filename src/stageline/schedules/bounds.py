@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from stageline.costs import Costs
 from stageline.schedules.action import Kind
-from stageline.schedules.placement import Placement, stages_on
+from stageline.schedules.placement import Placement, stages_by_rank
 from stageline.schedules.times import Times
 
 ROUNDING = 1 + 1e-9  # a peak may be a sum of sizes, and fall short of their product by a digit
@@ -46,8 +46,9 @@ def lower_bounds(
 ) -> Bounds:
     way = _Way.through(placement, costs)
     through, bounds = 0.0, []
-    for rank in sorted(range(len(limits)), key=placement.index, reverse=True):
-        demand = _demand(way, rank, num_microbatches, limits[rank])
+    stages = stages_by_rank(placement, len(limits))
+    for rank in sorted(range(len(limits)), key=lambda rank: stages[rank][0], reverse=True):
+        demand = _demand(way, stages[rank], num_microbatches, limits[rank])
         head, tail = way.heads[demand.lowest], way.tails[demand.lowest]
         through = max(through, head + demand.active + tail)
         span = max(demand.alone, through - head - tail + way.weights[demand.lowest])
@@ -99,8 +100,7 @@ class _Demand(NamedTuple):
     alone: float  # least span, of its own work and idling
 
 
-def _demand(way: _Way, rank: int, num_microbatches: int, limit: float) -> _Demand:
-    stages = stages_on(way.placement, rank)
+def _demand(way: _Way, stages: tuple[int, ...], num_microbatches: int, limit: float) -> _Demand:
     lowest, highest = stages[0], stages[-1]
 
     def items(sizes: tuple[float, ...], *values: tuple[float, ...]) -> list[_Item]:

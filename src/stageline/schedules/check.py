@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stageline.arguments import check_type
+from stageline.arguments import check_type, shown
 from stageline.schedules.action import COMPUTE, NO_PEER, NO_VERSION, WHOLE_BATCH, Action, Kind
 from stageline.schedules.edges import chain, checked_edges
 from stageline.schedules.grid import Cell
@@ -17,7 +17,7 @@ from stageline.schedules.program import Program
 from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
 from stageline.schedules.program_rules import deadlocked as deadlocked_program
 from stageline.schedules.rules import Offence, Rule, enforce, waiting_for_each_other
-from stageline.schedules.schedule import Schedule, is_scheduled
+from stageline.schedules.schedule import Schedule, is_scheduled, is_whole
 from stageline.schedules.stream_rules import STREAM_RULES, StreamFacts
 
 
@@ -85,6 +85,21 @@ class Facts:
 def empty(facts: Facts) -> Iterator[Offence]:
     if not any(facts.schedule.actions):
         yield Offence([], {"num_ranks": facts.schedule.num_ranks})
+
+
+def not_numbers(facts: Facts) -> Iterator[Offence]:
+    for cell, action in facts.all_cells():
+        stage, _, *others = action
+        if not is_whole(stage) or not all(map(is_whole, others)):
+            yield Offence([cell], {"action": shown(tuple(action))})
+
+
+def misnumbered(facts: Facts) -> Iterator[Offence]:
+    """Placements on ranks that do not exist."""
+    ranks = range(facts.schedule.num_ranks)
+    for stage, rank in enumerate(facts.schedule.placement):
+        if rank not in ranks:
+            yield Offence([], {"stage": stage, "rank": rank, "last": len(ranks) - 1})
 
 
 def with_peer(facts: Facts) -> Iterator[Offence]:
@@ -237,6 +252,18 @@ NEEDED = "{early} comes before {late}, which it needs: swap them"
 RULES = (
     Rule("something to do", empty, "{num_ranks} ranks have nothing to do: is this a schedule?"),
     Rule("kinds", not_of_kind, "{action} has {kind!r} for its kind: use one of sl.Kind"),
+    Rule(
+        "whole numbers",
+        not_numbers,
+        "{action} is an action, but its stage, micro-batch, peer and version have to be whole "
+        "numbers: build it as sl.Action(2, sl.Kind.F, 0)",
+    ),
+    Rule(
+        "known ranks",
+        misnumbered,
+        "stage {stage} is placed on rank {rank}, but ranks go from 0 to {last}: place it on one of "
+        "them",
+    ),
     Rule(
         "only compute",
         not_compute,

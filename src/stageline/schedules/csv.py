@@ -6,9 +6,11 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
+from stageline.arguments import shown
 from stageline.errors import ScheduleError
+from stageline.files import AnyPath, read_text
+from stageline.limits import MOST_SCHEDULE_BYTES, MOST_STAGES, check_most
 from stageline.schedules.action import (
     COMPUTE,
     NO_PEER,
@@ -29,23 +31,21 @@ SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions: not part of an order 
 ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 
 
-def read(path: Path) -> list[list[Action]]:
+def read(path: AnyPath) -> list[list[Action]]:
     """The rows of a file, whole or not at all."""
-    try:
-        return parse(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ScheduleError(
-            f"byte {error.start} of {path} is not text, but a schedule is a CSV file"
-        ) from error
+    return parse(read_text(path, ScheduleError, MOST_SCHEDULE_BYTES))
 
 
 def parse(text: str) -> list[list[Action]]:
     """The actions of each row; empty cells are pauses in the drawing and carry no meaning."""
+    rows: list[list[Action]] = []
     try:
-        rows = list(csv.reader(io.StringIO(text)))
+        for rank, row in enumerate(csv.reader(io.StringIO(text))):
+            check_most("the number of rows", rank + 1, MOST_STAGES, "is this a schedule?")
+            rows.append(list(parse_cells(row, rank)))
     except csv.Error as error:
         raise ScheduleError(f"this is not CSV: {error}") from error
-    return [list(parse_cells(row, rank)) for rank, row in enumerate(rows)]
+    return rows
 
 
 def render(rows: Iterable[Iterable[Action]]) -> str:
@@ -56,6 +56,8 @@ def render(rows: Iterable[Iterable[Action]]) -> str:
 
 def parse_cells(cells: Iterable[str], rank: int) -> Iterator[Action]:
     for column, cell in enumerate(cells):
+        if not cell:
+            continue
         pair = OVERLAPPED.fullmatch(cell.strip())
         for part in pair[1].split(";") if pair else [cell]:
             if action := _parse_action(part.strip(), rank, column):
@@ -70,7 +72,7 @@ def _parse_action(cell: str, rank: int, column: int) -> Action | None:
         return None
     if not match or match[2] not in Kind.__members__:
         raise ScheduleError(
-            f"row {rank}, column {column} is {cell[:40]!r}, but an action looks like 2F0: a stage, "
+            f"row {rank}, column {column} is {shown(cell)}, but an action looks like 2F0: a stage, "
             "then F, I, W or B, then a micro-batch"
         )
     seen = f"row {rank}, column {column} is {cell!r}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.placement import Placement, Replicas, home
@@ -29,12 +30,18 @@ class Routes:
     @cached_property
     def writers(self) -> list[list[int]]:
         """For each stage, the stages whose values it reads."""
-        return [[w for w, r in self.edges if r == stage] for stage in range(len(self.placement))]
+        found: list[list[int]] = [[] for _ in self.placement]
+        for writer, reader in self.edges:
+            found[reader].append(writer)
+        return found
 
     @cached_property
     def readers(self) -> list[list[int]]:
         """For each stage, the stages that read its values."""
-        return [[r for w, r in self.edges if w == stage] for stage in range(len(self.placement))]
+        found: list[list[int]] = [[] for _ in self.placement]
+        for writer, reader in self.edges:
+            found[writer].append(reader)
+        return found
 
     def home(self, stage: int, microbatch: int) -> int:
         """The rank that runs a micro-batch on a stage."""
@@ -70,12 +77,17 @@ class Routes:
 
 def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
     """The edges without repeats; one that leads backwards or nowhere is refused."""
-    unique = tuple(dict.fromkeys(edges))
-    for edge in unique:
+    if not isinstance(edges, Iterable):
+        raise ScheduleError(
+            f"edges is {shown(edges)}, but has to be a list of (writer, reader) pairs of stages"
+        )
+    found: dict[Edge, None] = {}
+    for edge in edges:
         is_pair = isinstance(edge, tuple) and [type(stage) for stage in edge] == [int, int]
         if not is_pair or not 0 <= edge[0] < edge[1] < num_stages:
             raise ScheduleError(
-                f"edge {edge!r} leads nowhere, but a value goes from a stage to a later one below "
-                f"{num_stages}: give (writer, reader)"
+                f"edge {shown(edge)} leads nowhere, but a value goes from a stage to a later one "
+                f"below {num_stages}: give (writer, reader)"
             )
-    return unique
+        found[edge] = None
+    return tuple(found)

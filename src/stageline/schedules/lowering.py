@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.edges import Edge, Routes, chain, checked_edges
+from stageline.schedules.placement import stages_by_rank
 from stageline.schedules.program import Program, twin
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.stream import made_from, segment_bounds
@@ -102,23 +103,24 @@ def _forebears(routes: Routes) -> dict[tuple[int, Kind, int], list[tuple[int, bo
     of all stages behind it. They are given as (stage, is forward).
     """
     home = routes.placement
+    held = stages_by_rank(home, max(home) + 1)
     before, after = _closure(routes.writers), _closure(routes.readers)
     found = {}
     for writer, reader in routes.edges:
-        target = home[reader]
-        values = [(stage, True) for stage in before[writer] if home[stage] == target]
+        values = [(stage, True) for stage in held[home[reader]] if before[writer] >> stage & 1]
         found[writer, Kind.SEND_F, reader] = values
-        target = home[writer]
-        gradients = [(stage, False) for stage in after[reader] if home[stage] == target]
+        gradients = [(stage, False) for stage in held[home[writer]] if after[reader] >> stage & 1]
         found[reader, Kind.SEND_B, writer] = gradients
     return found
 
 
-def _closure(steps: list[list[int]]) -> list[set[int]]:
-    """All stages that can be reached from each stage."""
-    reached: list[set[int]] = [set() for _ in steps]
+def _closure(steps: list[list[int]]) -> list[int]:
+    """All stages that can be reached from each stage, a bit for each: sets of them would take
+    gigabytes for thousands of stages.
+    """
+    reached = [0] * len(steps)
     forward = any(target > stage for stage, targets in enumerate(steps) for target in targets)
     for stage in range(len(steps))[:: -1 if forward else 1]:
         for target in steps[stage]:
-            reached[stage] |= {target} | reached[target]
+            reached[stage] |= 1 << target | reached[target]
     return reached

@@ -44,7 +44,17 @@ def ranks_of(placement: Placement, replicas: Replicas, stage: int) -> range:
     return range(placement[stage], placement[stage] + (replicas[stage] if replicas else 1))
 
 
-def stages_on(placement: Placement, rank: int, replicas: Replicas = ()) -> tuple[int, ...]:
-    """The stages that a rank holds, ascending."""
-    stages = range(len(placement))
-    return tuple(stage for stage in stages if rank in ranks_of(placement, replicas, stage))
+def stages_by_rank(
+    placement: Placement, num_ranks: int, replicas: Replicas = ()
+) -> list[tuple[int, ...]]:
+    """Return the stages that each rank holds, ascending.
+
+    >>> stages_by_rank((0, 1, 1, 0), 2)
+    [(0, 3), (1, 2)]
+    """
+    found: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage in range(len(placement)):
+        for rank in ranks_of(placement, replicas, stage):
+            if 0 <= rank < num_ranks:
+                found[rank].append(stage)
+    return [tuple(stages) for stages in found]

@@ -8,12 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from stageline.errors import ScheduleError
+from stageline.files import write_text
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.edges import Edge, Routes
 from stageline.schedules.placement import Placement, Replicas, ranks_of
 from stageline.schedules.precedence import Waits
-from stageline.schedules.schedule import Rows, Schedule, is_scheduled
+from stageline.schedules.schedule import Rows, Schedule, as_numbers, as_rows, is_scheduled
 
 TWIN = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
@@ -34,9 +36,15 @@ class Program:
     name: str = field(default="", compare=False)
     replicas: Replicas = ()
 
+    def __post_init__(self) -> None:
+        """Lists become tuples, as in a schedule."""
+        object.__setattr__(self, "actions", as_rows(self.actions))
+        object.__setattr__(self, "placement", as_numbers("placement", self.placement))
+        object.__setattr__(self, "replicas", as_numbers("replicas", self.replicas))
+
     def to_csv(self, path: str | Path) -> None:
         """One row per rank, in the form that torch calls compute_comms."""
-        Path(path).write_text(csv.render(self.actions), encoding="utf-8")
+        write_text(path, csv.render(self.actions), ScheduleError)
 
     @cached_property
     def schedule(self) -> Schedule:

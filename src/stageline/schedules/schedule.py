@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
+from typing import cast
 
+from stageline.arguments import check_type, shown
 from stageline.errors import ScheduleError
+from stageline.files import write_text
+from stageline.limits import MOST_STAGES, check_most
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.grid import grid
-from stageline.schedules.placement import Placement, Replicas, home, stages_on
+from stageline.schedules.placement import Placement, Replicas, home, stages_by_rank
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -36,10 +41,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Lists become tuples: a schedule that was checked must not change."""
-        if not all(isinstance(rows, tuple) for rows in (self.actions, *self.actions)):
-            object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
-        object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "replicas", tuple(self.replicas))
+        object.__setattr__(self, "actions", as_rows(self.actions))
+        object.__setattr__(self, "placement", as_numbers("placement", self.placement))
+        object.__setattr__(self, "replicas", as_numbers("replicas", self.replicas))
 
     @staticmethod
     def of(actions: Iterable[Iterable[Action]], placement: Placement, name: str = "") -> Schedule:
@@ -48,6 +52,9 @@ class Schedule:
     @staticmethod
     def from_text(*rows: str, name: str = "") -> Schedule:
         """One string per rank, actions apart by blanks."""
+        for row in rows:
+            check_type("a row", row, str, "write it like '0F0 0B0'")
+        check_most("the number of ranks", len(rows), MOST_STAGES)
         actions = tuple(tuple(csv.parse_cells(row.split(), rank)) for rank, row in enumerate(rows))
         placement, replicas = _placement(actions)
         return Schedule(actions, placement, name, replicas)
@@ -55,13 +62,14 @@ class Schedule:
     @staticmethod
     def from_csv(path: str | Path) -> Schedule:
         """Read a file of ours or torch's; sends and receives are left out, for `lower` to add."""
-        rows = csv.read(Path(path))
+        rows = csv.read(path)
         actions = tuple(tuple(a for a in row if is_scheduled(a)) for row in rows)
         placement, replicas = _placement(actions)
         return Schedule(actions, placement, Path(path).stem, replicas)
 
     def to_csv(self, path: str | Path) -> None:
-        Path(path).write_text(csv.render(self.actions), encoding="utf-8")
+        """Write a row for each rank, an action in each cell."""
+        write_text(path, csv.render(self.actions), ScheduleError)
 
     def __repr__(self) -> str:
         sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
@@ -107,7 +115,51 @@ class Schedule:
         return home(self.placement, self.replicas, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return stages_on(self.placement, rank, self.replicas)
+        return self._stages[rank]
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, ...]]:
+        return stages_by_rank(self.placement, self.num_ranks, self.replicas)
+
+
+def as_rows(actions: object) -> Rows:
+    """Return rows of actions as tuples; raise `ScheduleError` if that is not what is given."""
+    rows = actions if _is_list(actions) else (actions,)
+    found = []
+    for row in cast("Iterable[object]", rows):
+        if not _is_list(row):
+            raise ScheduleError(
+                f"actions has {shown(row)}, but holds a list of actions for each rank: build a "
+                "schedule with sl.build_schedule, or read one with sl.Schedule.from_csv"
+            )
+        found.append(tuple(cast("Iterable[Action]", row)))
+        for action in found[-1]:
+            if type(action) is not Action:
+                raise ScheduleError(
+                    f"actions has {shown(action)} in a row, but holds sl.Action values: "
+                    "sl.Schedule.from_text reads text like '0F0 0B0'"
+                )
+    return tuple(found)
+
+
+def as_numbers(name: str, values: object) -> tuple[int, ...]:
+    """Return whole numbers as a tuple; raise `ScheduleError` if that is not what is given."""
+    found = tuple(cast("Iterable[int]", values)) if _is_list(values) else (None,)
+    if not all(map(is_whole, found)):
+        raise ScheduleError(
+            f"{name} is {shown(values)}, but has to be whole numbers, one for each stage"
+        )
+    return cast("tuple[int, ...]", found)
+
+
+def _is_list(value: object) -> bool:
+    """An action is a tuple too, but not of actions."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Action)
+
+
+def is_whole(number: object) -> bool:
+    """Whether a value is a whole number; numpy's are too, True is not."""
+    return type(number) is int or (isinstance(number, Integral) and not isinstance(number, bool))
 
 
 def is_scheduled(action: Action) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b
@@ -67,7 +68,7 @@ def _group_size(num_ranks: int, num_microbatches: int, wanted: int | None) -> in
     below = [size for size in possible if size < wanted]
     above = [size for size in possible if size > wanted]
     raise ScheduleError(
-        f"group_size is {wanted}, but 'interleaved_1f1b' on {num_ranks} ranks with "
+        f"group_size is {shown(wanted)}, but 'interleaved_1f1b' on {num_ranks} ranks with "
         f"{num_microbatches} micro-batches needs groups of at least {shortest}, the last one too: "
         f"use {' or '.join(map(str, below[-1:] + above[:1]))}"
     )

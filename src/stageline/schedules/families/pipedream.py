@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.placement import side_by_side
@@ -101,8 +102,8 @@ def checked_replicas(
     are_sizes = all(type(count) is int and count > 0 for count in counts)
     if not are_sizes or sum(counts) != num_ranks:
         raise ScheduleError(
-            f"replicas is {replicas!r}, but {num_ranks} ranks need a number from 1 up for each "
-            f"stage, with the sum {num_ranks}"
+            f"replicas is {shown(replicas)}, but {num_ranks} ranks need a number from 1 up for "
+            f"each stage, with the sum {num_ranks}"
         )
     for count in counts:
         if num_microbatches % count:

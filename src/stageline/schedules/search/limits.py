@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from stageline.arguments import check_type
+from stageline.arguments import check_type, shown
 from stageline.costs import Costs
 from stageline.errors import ScheduleError
 from stageline.schedules.placement import Placement
@@ -30,12 +30,12 @@ def activation_limits(
     check_type("memory_limit", memory_limit, (int, float), "micro-batches, or text like '22GiB'")
     if isinstance(memory_limit, bool) or not memory_limit >= 1:
         raise ScheduleError(
-            f"memory_limit is {memory_limit} micro-batches, but a rank needs 1 or more to run: "
-            "use more, or bytes as text, such as '22GiB'"
+            f"memory_limit is {shown(memory_limit)} micro-batches, but a rank needs 1 or more to "
+            "run: use more, or bytes as text, such as '22GiB'"
         )
     if memory_limit > MOST_MICROBATCHES:
         raise ScheduleError(
-            f"memory_limit is {memory_limit:g}, but a number counts micro-batches: "
+            f"memory_limit is {shown(memory_limit)}, but a number counts micro-batches: "
             "if these are bytes, write them as text, such as '22GiB'; None is no limit"
         )
     return tuple(memory_limit * size for size in per_microbatch)
@@ -51,7 +51,7 @@ def _left_of_bytes(
     largest = max(costs.per_stage("activation", len(placement)))
     if largest <= 1:
         raise ScheduleError(
-            f"memory_limit is {memory_limit!r}, but an activation takes {largest:g} bytes: "
+            f"memory_limit is {shown(memory_limit)}, but an activation takes {largest:g} bytes: "
             "give costs with activation in bytes, or a limit in micro-batches"
         )
     static = costs.static(placement)

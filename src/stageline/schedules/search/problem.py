@@ -11,7 +11,7 @@ from stageline.costs import Costs
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.bounds import ROUNDING, Bounds, lower_bounds
 from stageline.schedules.edges import chain
-from stageline.schedules.placement import Placement, stages_on
+from stageline.schedules.placement import Placement, stages_by_rank
 from stageline.schedules.precedence import Numbering, Waits, run_lanes, waits_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.times import Times
@@ -45,7 +45,7 @@ class Problem:
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
         """Of each rank, ascending."""
-        return [stages_on(self.placement, rank) for rank in range(self.num_ranks)]
+        return stages_by_rank(self.placement, self.num_ranks)
 
     @cached_property
     def numbering(self) -> Numbering:

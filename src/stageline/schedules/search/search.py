@@ -8,9 +8,10 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from stageline.arguments import check_seconds, check_size, check_type
+from stageline.arguments import check_arguments, check_seconds, check_size, check_type, shown
 from stageline.costs import Costs
 from stageline.errors import CostsError, ScheduleError
+from stageline.limits import MOST_STAGES, check_most, check_pipeline
 from stageline.schedules.action import Kind
 from stageline.schedules.bounds import Bounds
 from stageline.schedules.families.interleaved_1f1b import interleaved_1f1b
@@ -64,6 +65,11 @@ def search_schedule(
         check_size("chunks_per_rank", chunks_per_rank)
     if time_budget is not None:
         check_seconds("time_budget", time_budget)
+    check_arguments(search_schedule, locals())
+    chunks = chunks_per_rank or (1 if placement == "straight" else 2)
+    least = 2 * num_ranks if placement == "v" else 1  # shapes that it begins with are so long
+    check_most("num_ranks", num_ranks, MOST_STAGES)
+    check_pipeline(num_ranks * chunks, max(num_microbatches, least))
     where = _placement(placement, num_ranks, chunks_per_rank)
     costs.check_num_stages(len(where))
     limits = activation_limits(memory_limit, where, costs)
@@ -77,7 +83,9 @@ def _placement(placement: str, num_ranks: int, chunks_per_rank: int | None) -> P
     if placement == "straight":
         return loop(num_ranks, chunks_per_rank or 1)
     if placement != "v":
-        raise ScheduleError(f"placement is {placement!r}, but the search knows 'straight' and 'v'")
+        raise ScheduleError(
+            f"placement is {shown(placement)}, but the search knows 'straight' and 'v'"
+        )
     if chunks_per_rank is not None and chunks_per_rank % 2:
         raise ScheduleError(
             f"chunks_per_rank is {chunks_per_rank}, but a V has two, or two for each wave: "
