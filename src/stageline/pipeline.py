@@ -30,7 +30,7 @@ from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.connect import connected
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.doubles import Unchanged, copy_hooks, kept
+from stageline.runtime.doubles import Unchanged, copy_traits, kept
 from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace, gathered
 from stageline.runtime.guard import Guard
@@ -318,7 +318,7 @@ class Pipeline:
         """Between a plain loop on copies, and a step of the pipeline that leaves no trace."""
         plain = self.layers.copy()
         weights = list(self.layers.modules.parameters())
-        copy_hooks(weights, plain.modules.parameters())
+        copy_traits(weights, plain.modules.parameters())
         expected = self._training_step(*detached((inputs, target, named)))
         is_caught = partial(self._is_caught, expected.number)
         plain_step(plain, expected, self.batch_norm, self.accumulate, is_caught)
@@ -610,6 +610,9 @@ class Pipeline:
                 # with threads, the caller may draw from torch's generator at any time
                 stage.silent.trusts &= not isinstance(self.driver, Threads)
             yield stream
+        except BaseException:
+            self._watch_again()
+            raise
         finally:
             self.is_streaming = False
             stepper.end()
@@ -711,10 +714,18 @@ class Pipeline:
                 self.peers.finish()
             for each in statistics:
                 each.update(step.number, self.peers.seen_by_replicas)
+        except BaseException:
+            self._watch_again()
+            raise
         finally:
             for each in statistics:
                 each.seen.clear()
         self._last = Trace(moments, step.purpose, len(step.inputs))
+
+    def _watch_again(self) -> None:
+        """After a step that failed: it may have failed for what a layer began to do."""
+        for stage in self.executor.stages:
+            stage.inner.first_step = None
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""

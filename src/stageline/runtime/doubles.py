@@ -66,9 +66,11 @@ def run_post_hooks(weight: nn.Parameter, double: nn.Parameter) -> None:
         raise changed_by_hook()
 
 
-def copy_hooks(weights: Iterable[nn.Parameter], copies: Iterable[nn.Parameter]) -> None:
-    """Give copies the hooks that weights have; copying a parameter leaves them behind."""
+def copy_traits(weights: Iterable[nn.Parameter], copies: Iterable[nn.Parameter]) -> None:
+    """Give copies the attributes and hooks that weights have, which `deepcopy` leaves behind."""
     for weight, copy in zip(weights, copies, strict=True):
+        if not hasattr(type(weight), "__tensor_flatten__"):
+            copy.__dict__.update(weight.__dict__)
         if weight._backward_hooks:  # noqa: SLF001
             copy._backward_hooks = weight._backward_hooks.copy()  # noqa: SLF001
         if has_post_hooks(weight):

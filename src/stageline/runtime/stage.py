@@ -252,17 +252,21 @@ class Stage:
 
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
         """Run forward, and again if it turns out that the stage has to run in another way."""
-        state = self.inner.state() if grad else None
+        may_repeat = this.in_halves or self.is_fused or this.recompute or this.offload
+        state = self.inner.state() if grad and may_repeat else None
         try:
-            return self._run_once(this, grad=grad, again=again)
+            graph = self._run_once(this, grad=grad, again=again)
+            if state is not None and self.inner.is_watching:
+                self.inner.moving |= state.moved
+            return graph
         except RepeatForward:
             pass
         except RuntimeError as error:
             if state is None or self.inner.differentiates or NO_SAVED_TENSORS not in str(error):
                 raise
             self.inner.differentiates = True
-        assert state is not None  # there is a graph, or nobody would ask for this
-        state.check_unmoved(self.at_work)
+        assert state is not None  # something was caught or dropped
+        state.restore(self.at_work)
         self.statistics.forget(this.step, this.microbatch)
         return self._run(this, grad=grad, again=again)
 
