@@ -701,14 +701,16 @@ class Pipeline:
         if has_backward:
             self.peers.begin(self.parameters())
         before = torch.get_rng_state()
-        unchanged = Unchanged(self.parameters() if len(step.inputs) > 1 else ())
+        unchanged = Unchanged(self.parameters() if has_backward and len(step.inputs) > 1 else ())
+        for stage in self.executor.stages:
+            stage.unchanged = unchanged
         try:
             moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
-            unchanged.check()
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()
+                unchanged.check()
                 here = set(self.parameters())
                 self.peers.reduce(weight for weight, _ in self.tied.by_weight if weight in here)
                 self.peers.finish()
@@ -718,6 +720,8 @@ class Pipeline:
             self._watch_again()
             raise
         finally:
+            for stage in self.executor.stages:
+                stage.unchanged = None
             for each in statistics:
                 each.seen.clear()
         self._last = Trace(moments, step.purpose, len(step.inputs))

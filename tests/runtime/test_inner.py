@@ -27,6 +27,11 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+def tensor(found: Any) -> Tensor:
+    assert isinstance(found, Tensor)
+    return found
+
+
 class Block(nn.Module):
     """Two linears, and what its subclasses do with them."""
 
@@ -63,7 +68,9 @@ class InnerStep(Block):
     def forward(self, x: Tensor) -> Tensor:
         loss = F.linear(x.detach(), self.a.weight, self.a.bias).square().mean()
         weight, bias = torch.autograd.grad(loss, (self.a.weight, self.a.bias), create_graph=True)
-        return F.linear(x, self.a.weight - 0.1 * weight, self.a.bias - 0.1 * bias) + self.b(x)
+        return tensor(
+            F.linear(x, self.a.weight - 0.1 * weight, self.a.bias - 0.1 * bias) + self.b(x)
+        )
 
 
 class OwnLoss(Block):
@@ -93,7 +100,7 @@ class GradOfWeights(Block):
 
 class GradOfInput(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + grad(lambda z: torch.tanh(self.body(z)).sum())(x)
+        return tensor(self.body(x) + grad(lambda z: torch.tanh(self.body(z)).sum())(x))
 
 
 class Vmap(Block):
@@ -104,27 +111,27 @@ class Vmap(Block):
 
 class Jvp(Block):
     def forward(self, x: Tensor) -> Tensor:
-        value, tangent = jvp(self.body, (x,), (torch.ones_like(x),))
+        value, tangent = jvp(self.body, (x,), (torch.ones_like(x),))  # type: ignore[misc]  # two, without has_aux
         result: Tensor = value + tangent
         return result
 
 
 class Vjp(Block):
     def forward(self, x: Tensor) -> Tensor:
-        value, pull_back = vjp(self.body, x)
+        value, pull_back = vjp(self.body, x)  # type: ignore[misc]  # two, without has_aux
         result: Tensor = value + pull_back(torch.ones_like(value))[0]
         return result
 
 
 class Jacobian(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + torch.vmap(jacrev(self.body))(x).sum(1)
+        return tensor(self.body(x) + torch.vmap(jacrev(self.body))(x).sum(1))
 
 
 class Hessian(Block):
     def forward(self, x: Tensor) -> Tensor:
         found = torch.vmap(hessian(lambda z: torch.tanh(self.body(z)).sum()))(x)
-        return self.body(x) + found.sum(1)
+        return tensor(self.body(x) + found.sum(1))
 
 
 class ForwardMode(Block):
@@ -143,7 +150,7 @@ class Checkpointed(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         part: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
-        return part + self.a(x)
+        return tensor(part + self.a(x))
 
 
 class CheckpointedReentrant(Checkpointed):
@@ -162,7 +169,7 @@ class Around(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         first, *rest = torch.autograd.grad(ctx.y, (ctx.x, *ctx.weights), gradient)
         return first, None, *rest
 
@@ -170,7 +177,7 @@ class Around(torch.autograd.Function):
 class CustomFunction(Block):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = Around.apply(x, self.a, *self.a.parameters())  # type: ignore[no-untyped-call]
-        return result + self.b(x)
+        return tensor(result + self.b(x))
 
 
 class WithoutGraph(Block):
@@ -234,7 +241,7 @@ class BothWays(Block):
     """A weight used by functions of which only one can be put off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) * self.a.weight.norm() + torch.tanh(x) @ self.b.weight.T
+        return tensor(self.body(x) * self.a.weight.norm() + torch.tanh(x) @ self.b.weight.T)
 
 
 class Normed(Penalty):

@@ -18,6 +18,7 @@ from stageline.runtime import engine, trees
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
+from stageline.runtime.doubles import Unchanged
 from stageline.runtime.in_place import InPlace, versions
 from stageline.runtime.inner import (
     NO_SAVED_TENSORS,
@@ -155,6 +156,7 @@ class Stage:
         self.silent = Silent(modules, trusts=device is None or device.type == "cpu")
         self.silent_losses: set[object] = set()  # functions that were watched and drew nothing
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
+        self.unchanged: Unchanged | None = None  # weights that nobody may change during a step
         self.at_work = ""  # the name of the layer that runs, for errors
 
     def forward(self, this: Pass, waiting: Waiting) -> tuple[dict[Value, Any], Tensor | None]:
@@ -210,7 +212,7 @@ class Stage:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
-            self.tied.put_aside(self.numbers, microbatch)
+            self._look_at_hooks(microbatch)
         back: Gradients = {}
         for (number, value), leaves in graph.reads.items():
             back.setdefault(value, []).append((number, [leaf.grad for leaf in leaves]))
@@ -222,7 +224,7 @@ class Stage:
         calls, version = waiting.owed.pop(microbatch)
         with self._gathering(version):
             add_weight_gradients(calls, fused=self.is_fused)
-            self.tied.put_aside(self.numbers, microbatch)
+            self._look_at_hooks(microbatch)
 
     def is_caught(self, layer: int, step: int) -> bool:
         """Whether gradients of a layer's weights may wait, or be fused."""
@@ -242,6 +244,12 @@ class Stage:
 
     def _gathering(self, version: int) -> AbstractContextManager[None]:
         return nullcontext() if self.versions is None else self.versions.gathering(version)
+
+    def _look_at_hooks(self, microbatch: int) -> None:
+        """After a backward: of weights that have hooks, or have been changed by one."""
+        self.tied.put_aside(self.numbers, microbatch)
+        if self.unchanged is not None:
+            self.unchanged.check()
 
     def _watched_hooks(
         self, calls: list[Caught], *, in_halves: bool
