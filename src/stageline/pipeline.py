@@ -641,6 +641,9 @@ class Pipeline:
                 # with threads, the caller may draw from torch's generator at any time
                 stage.silent.trusts &= not isinstance(self.driver, Threads)
             yield stream
+        except BaseException:
+            self._watch_again()
+            raise
         finally:
             self.is_streaming = False
             stepper.end()
@@ -735,23 +738,35 @@ class Pipeline:
         if has_backward:
             self.peers.begin(self.parameters())
         before = torch.get_rng_state()
-        unchanged = Unchanged(self.parameters() if len(step.inputs) > 1 else ())
+        unchanged = Unchanged(self.parameters() if has_backward and len(step.inputs) > 1 else ())
+        for stage in self.executor.stages:
+            stage.unchanged = unchanged
         try:
             moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
-            unchanged.check()
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()
+                unchanged.check()
                 here = set(self.parameters())
                 self.peers.reduce(weight for weight, _ in self.tied.by_weight if weight in here)
                 self.peers.finish()
             for each in statistics:
                 each.update(step.number, self.peers.seen_by_replicas)
+        except BaseException:
+            self._watch_again()
+            raise
         finally:
+            for stage in self.executor.stages:
+                stage.unchanged = None
             for each in statistics:
                 each.seen.clear()
         self._last = Trace(moments, step.purpose, len(step.inputs))
+
+    def _watch_again(self) -> None:
+        """After a step that failed: it may have failed for what a layer began to do."""
+        for stage in self.executor.stages:
+            stage.inner.first_step = None
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""

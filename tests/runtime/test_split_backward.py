@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stageline.runtime.inner import Inner, RepeatForward
 from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
 
 
@@ -136,10 +137,35 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def test_gradients_of_gradients_are_refused() -> None:
+def test_a_forward_that_takes_gradients_of_what_was_caught_begins_again_uncaught() -> None:
     linear = nn.Linear(4, 1)
     x = torch.randn(3, 4, requires_grad=True)
-    with CatchWeights():
-        energy = torch.tanh(linear(x)).sum()
-        with pytest.raises(RuntimeError, match="use a schedule without I and W"):
-            torch.autograd.grad(energy, x, create_graph=True)
+    known = Inner()
+    with pytest.raises(RepeatForward), CatchWeights(known):
+        torch.autograd.grad(torch.tanh(linear(x)).sum(), x, create_graph=True)
+    with CatchWeights(known) as catch:
+        torch.autograd.grad(torch.tanh(linear(x)).sum(), x, create_graph=True)
+    assert not catch.calls
+
+
+def test_a_weight_gets_all_of_its_gradient_in_one_half() -> None:
+    linear = nn.Linear(4, 1)
+    x = torch.randn(3, 4, requires_grad=True)
+    known = Inner()
+    with pytest.raises(RepeatForward), CatchWeights(known):
+        linear(x) * linear.weight.norm()
+    with CatchWeights(known) as catch:
+        linear(x) * linear.weight.norm()
+    assert not catch.calls
+
+
+def test_products_are_not_fused_where_a_hook_wants_to_see_the_gradient() -> None:
+    """Of the bias as well."""
+    for name in ("weight", "bias"):
+        linear, seen = nn.Linear(4, 3), list[Tensor]()
+        linear.get_parameter(name).register_hook(seen.append)  # type: ignore[no-untyped-call]
+        with CatchWeights() as catch:
+            output = linear(torch.randn(5, 4, requires_grad=True))
+        output.sum().backward()
+        add_weight_gradients(catch.calls, fused=True)
+        assert len(seen) == 1

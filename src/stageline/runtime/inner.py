@@ -10,8 +10,9 @@ or is refused if that would move its state twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from threading import RLock
 from types import CodeType, FunctionType
 from typing import Any
@@ -35,6 +36,14 @@ NO_SAVED_TENSORS = "support saved tensor hooks"  # what torch.func says where th
 Filled = list[tuple[Tensor, Tensor]]  # weights, and gradients that a forward brought them
 
 
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Where a buffer is found: it may be another tensor each time."""
+
+    where: dict[str, Tensor | None]
+    name: str
+
+
 class RepeatForward(BaseException):
     """Raised inside a layer that does something for which its stage has to run in another way."""
 
@@ -55,7 +64,8 @@ class Inner:
         self.has_forward_mode = any(map(_has_forward_mode, self.modules.values()))
         parts = [part for module in self.modules.values() for part in module.modules()]
         apart = set(untracked)  # what their forward does to their buffers is undone at once
-        self.buffers = [(p._buffers, n) for p in parts if p not in apart for n in p._buffers]  # noqa: SLF001
+        self.buffers = [Buffer(p._buffers, n) for p in parts if p not in apart for n in p._buffers]  # noqa: SLF001
+        self.moving: set[Buffer] = set()  # those that a forward changes in place
         self.losses: dict[object, tuple[bool, bool]] = {}  # whether harmless, or in forward mode
         self.first_step: int | None = None
         self.is_watching = self.is_given = False
@@ -122,8 +132,8 @@ class Inner:
         raise RepeatForward
 
     def state(self) -> State:
-        """Of buffers, before a forward."""
-        return State([(buffers, name, buffers[name]) for buffers, name in self.buffers])
+        """Take down the buffers before a forward."""
+        return State(self.buffers, self.moving)
 
     def weights(self, doubles: Mapping[int, Mapping[str, Tensor]]) -> list[Tensor]:
         """All weights that are trained, where a layer has doubles of them these."""
@@ -228,21 +238,38 @@ def add_filled(filled: Filled) -> None:
 
 
 class State:
-    """Buffers as they are before a forward, which must not run again once it has moved them."""
+    """Buffers as they are before a forward, with copies of those that are known to move."""
 
-    def __init__(
-        self, buffers: Iterable[tuple[dict[str, Tensor | None], str, Tensor | None]]
-    ) -> None:
-        self.before = [(where, name, each, _version(each)) for where, name, each in buffers]
+    def __init__(self, buffers: Iterable[Buffer], moving: Container[Buffer]) -> None:
+        self.before = [
+            (
+                item,
+                each,
+                _version(each),
+                each.clone() if each is not None and item in moving else None,
+            )
+            for item, each in ((item, item.where.get(item.name)) for item in buffers)
+        ]
 
-    def check_unmoved(self, layer: str) -> None:
-        for where, name, buffer, version in self.before:
-            if where.get(name) is not buffer or _version(buffer) != version:
-                raise ModelError(
-                    f"{layer!r} differentiates inside its forward, or uses a weight in another way "
-                    "than before, as it did not in the first step: its stage has to run again, but "
-                    f"has moved its buffer {name!r}: set gradients to zero and run the step again"
-                )
+    @property
+    def moved(self) -> set[Buffer]:
+        """Those that were changed in place; one that was replaced is not."""
+        return {item for item, each, version, _ in self.before if _version(each) != version}
+
+    @torch.no_grad()
+    def restore(self, layer: str) -> None:
+        """Undo what a forward did to its buffers, or say that this cannot be done."""
+        for item, buffer, version, copy in self.before:
+            item.where[item.name] = buffer
+            if buffer is not None and _version(buffer) != version:
+                if copy is None:
+                    raise ModelError(
+                        f"{layer!r} takes gradients inside its forward, or uses a weight in "
+                        "another way than before, and its stage has to run again, but has changed "
+                        f"buffer {item.name!r}, as it did not in the first step: set gradients to "
+                        "zero and run the step again"
+                    )
+                buffer.copy_(copy)
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -18,6 +18,7 @@ from stageline.runtime import engine, trees
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.devices import moved
+from stageline.runtime.doubles import Unchanged
 from stageline.runtime.entry import Entry, gradients_by_value
 from stageline.runtime.in_place import NO_MARKS, Entering, InPlace, Mark, Marks, version_of
 from stageline.runtime.inner import (
@@ -177,6 +178,7 @@ class Stage:
         self.state = LayerState(modules)
         self.gentle_losses: set[object] = set()  # functions that were seen to leave targets alone
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
+        self.unchanged: Unchanged | None = None  # weights that nobody may change during a step
         self.at_work = ""  # the name of the layer that runs, for errors
 
     def forward(self, this: Pass, waiting: Waiting) -> Forwarded:
@@ -257,7 +259,7 @@ class Stage:
                 waiting.owed[microbatch] = graph.calls, graph.version
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
-            self.tied.put_aside(self.numbers, microbatch)
+            self._look_at_hooks(microbatch)
         counts = {value: len(tensors) for value, tensors in graph.reads.items()}
         return gradients_by_value(counts, graph.entry.gradients())
 
@@ -293,7 +295,7 @@ class Stage:
         calls, version = waiting.owed.pop(microbatch)
         with self._gathering(version):
             add_weight_gradients(calls, fused=self.is_fused)
-            self.tied.put_aside(self.numbers, microbatch)
+            self._look_at_hooks(microbatch)
 
     def is_caught(self, layer: int, step: int) -> bool:
         """Whether gradients of a layer's weights may wait, or be fused."""
@@ -314,6 +316,12 @@ class Stage:
     def _gathering(self, version: int) -> AbstractContextManager[None]:
         return nullcontext() if self.versions is None else self.versions.gathering(version)
 
+    def _look_at_hooks(self, microbatch: int) -> None:
+        """After a backward: of weights that have hooks, or have been changed by one."""
+        self.tied.put_aside(self.numbers, microbatch)
+        if self.unchanged is not None:
+            self.unchanged.check()
+
     def _watched_hooks(
         self, calls: list[Caught], *, in_halves: bool
     ) -> AbstractContextManager[InBackward | None]:
@@ -323,17 +331,21 @@ class Stage:
 
     def _run(self, this: Pass, *, grad: bool, again: bool) -> Graph:
         """Run forward, and again if it turns out that the stage has to run in another way."""
-        state = self.inner.state() if grad else None
+        may_repeat = this.in_halves or self.is_fused or this.recompute or this.offload
+        state = self.inner.state() if grad and may_repeat else None
         try:
-            return self._run_once(this, grad=grad, again=again)
+            graph = self._run_once(this, grad=grad, again=again)
+            if state is not None and self.inner.is_watching:
+                self.inner.moving |= state.moved
+            return graph
         except RepeatForward:
             pass
         except RuntimeError as error:
             if state is None or self.inner.differentiates or NO_SAVED_TENSORS not in str(error):
                 raise
             self.inner.differentiates = True
-        assert state is not None  # there is a graph, or nobody would ask for this
-        state.check_unmoved(self.at_work)
+        assert state is not None  # something was caught or dropped
+        state.restore(self.at_work)
         self.statistics.forget(this.step, this.microbatch)
         return self._run(this, grad=grad, again=again)
 
