@@ -73,6 +73,7 @@ from stageline.runtime.stepper import (
 )
 from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
+from stageline.runtime.unseen import check_shared_norms, check_tensors
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
@@ -175,8 +176,10 @@ class Pipeline:
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
+        check_shared_norms(self.layers, self.cut)
         if self.is_asynchronous:
             check_untied(self.schedule, self.layers, self.cut)
+            check_tensors(self.layers, f"with {self.schedule.name!r} its versions have to be kept")
         self.homes = homes_of(self.cut, self.schedule.placement)  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.homes = self._nearest(self.homes)
@@ -664,6 +667,7 @@ class Pipeline:
     ) -> None:
         """Nothing changes unless all processes can do their part."""
         parts = cut(self.layers, self.schedule.num_stages, balance)
+        check_shared_norms(self.layers, parts)
         homes = homes_of(parts, self.schedule.placement)
         moves = moves_of(self.layers, self.homes, homes, self.peers)
         self.peers.everywhere(lambda: check_room(moves, optimizer, everywhere, self.peers))

@@ -22,6 +22,7 @@ from stageline.runtime.late_clipping import Norms
 from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting, sums
 from stageline.runtime.stepper import Stepper, Update
 from stageline.runtime.tasks import Task, inputs_of, tasks_of
+from stageline.runtime.unseen import UsedWeights
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.stream import Beat, Period
 
@@ -158,6 +159,7 @@ class Executor:
         self.inputs = [inputs_of(layers, stage.numbers) for stage in stages]
         self.tasks = tasks_of(period, layers, stages)
         self.ahead = ahead(self.tasks)
+        self.used_weights = UsedWeights(layers, stages)
         self.parcels = {  # what each message holds
             message: values
             for row in self.tasks
@@ -372,6 +374,7 @@ class Executor:
         number, microbatch = task.action.stage, task.action.microbatch
         if number == self.last and step.output_gradients:
             _merge(gradients, step.output_gradients[microbatch])
+        self.used_weights.look(number, step.waiting[number].graphs[microbatch])
         back = self.stages[number].backward(
             microbatch, gradients, step.waiting[number], in_halves=task.in_halves
         )
