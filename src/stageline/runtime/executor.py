@@ -159,7 +159,8 @@ class Executor:
         self.inputs = [inputs_of(layers, stage.numbers) for stage in stages]
         self.tasks = tasks_of(period, layers, stages)
         self.ahead = ahead(self.tasks)
-        self.used_weights = UsedWeights(layers, stages)
+        depths = [self.depth_of(stage) for stage in stages]
+        self.used_weights = UsedWeights(layers, stages, depths)
         self.parcels = {  # what each message holds
             message: values
             for row in self.tasks

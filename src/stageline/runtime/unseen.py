@@ -26,8 +26,11 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps wh
 class UsedWeights:
     """State: the stages whose graph has been looked at, and weights that no layer has."""
 
-    def __init__(self, layers: LayerSequence, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self, layers: LayerSequence, stages: Sequence[Stage], depths: Sequence[int]
+    ) -> None:
         self.layers, self.stages = layers, stages
+        self.depths = depths  # by stage, how many older versions of its weights are in use
         self.seen: set[int] = set()
         self.unnamed: dict[nn.Parameter, int] = {}  # and the stage that uses it
 
@@ -54,7 +57,7 @@ class UsedWeights:
 
     def _look_at_unnamed(self, number: int, weight: nn.Parameter) -> None:
         is_shared = self.unnamed.setdefault(weight, number) != number
-        if is_shared or self.stages[number].versions is not None:
+        if is_shared or self.depths[number]:
             what = "several stages use it" if is_shared else "its older versions would be needed"
             raise ModelError(
                 f"a weight of shape {tuple(weight.shape)} is used that is no parameter of any "
