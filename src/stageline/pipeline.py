@@ -73,7 +73,7 @@ from stageline.runtime.stepper import (
 )
 from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
-from stageline.runtime.unseen import check_shared_norms, check_tensors
+from stageline.runtime.unseen import SharedBuffers, check_shared_norms, check_tensors
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
@@ -200,7 +200,8 @@ class Pipeline:
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there.
 
-        `named` are further inputs, for layers that read them by these names.
+        `inputs` is a mapping by the names under which layers read them, or the value of `x`;
+        `named` are further inputs. Names that no layer reads are refused.
         """
         if self.is_asynchronous:
             raise ModelError(
@@ -276,6 +277,10 @@ class Pipeline:
         In training it is part of the caller's graph, for any loss of the caller's own: all forwards
         run now, all backwards when its gradient arrives. In evaluation, or under `torch.no_grad()`,
         it has no graph.
+
+        Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
+        which has to be the samples; what is no tensor has to be equal in all of them. What cannot
+        be joined is refused by its place (`runtime/microbatches.py` has the rules).
         """
         is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
         if is_trained and self.is_asynchronous:
@@ -514,6 +519,7 @@ class Pipeline:
 
     def _staged(self, recompute: Sequence[str]) -> Executor:
         edges, sent = edges_of(self.layers, self.cut)
+        self.shared_buffers = SharedBuffers(self.layers, self.cut)
         stages = []
         for (rank, numbers), values in zip(self._placed(), sent, strict=True):
             device = self.devices[rank]
@@ -616,7 +622,8 @@ class Pipeline:
                 stage.keep_versions(self.executor.depth_of(stage))
                 # with threads, the caller may draw from torch's generator at any time
                 stage.silent.trusts &= not isinstance(self.driver, Threads)
-            yield stream
+            with self._shared_buffers_unchanged():
+                yield stream
         finally:
             self.is_streaming = False
             stepper.end()
@@ -713,7 +720,8 @@ class Pipeline:
             self.peers.begin(self.parameters())
         before = torch.get_rng_state()
         try:
-            moments = run_once(self.driver, self.executor, step).moments
+            with self._shared_buffers_unchanged():
+                moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
@@ -727,6 +735,17 @@ class Pipeline:
             for each in statistics:
                 each.seen.clear()
         self._last = Trace(moments, step.purpose, len(step.inputs))
+
+    @contextmanager
+    def _shared_buffers_unchanged(self) -> Iterator[None]:
+        """Around the first run: what several stages have must not be moved by any of them."""
+        shared = self.shared_buffers
+        if not shared.places:
+            yield
+            return
+        shared.note()
+        yield
+        self.peers.everywhere(shared.compare)
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""

@@ -198,6 +198,59 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
     apart.close()
 
 
+def test_a_state_that_stages_of_a_stream_share_and_move_is_refused(backend: str) -> None:
+    shared = Average(moves="in place")
+    pipe = pipedream([nn.Linear(4, 4), shared, shared], backend)
+    with pytest.raises(ModelError, match=r"the buffer '1.mean' was changed by a forward, and"):
+        list(pipe.run(DATA[:2]))
+    pipe.close()
+
+
+class Average(nn.Module):
+    """Has a table, and maybe a state that its forward moves."""
+
+    table: Tensor
+    mean: Tensor
+
+    def __init__(self, *, moves: str) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("mean", torch.zeros(4))
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.moves == "in place":
+            self.mean.lerp_(mean, 0.5)
+        elif self.moves == "anew":
+            self.mean = 0.5 * self.mean + 0.5 * mean
+        return x * self.table + self.mean
+
+
+@pytest.mark.parametrize("moves", ["no", "in place", "anew"])
+def test_a_state_that_stages_share_and_move_is_refused_and_a_table_is_not(
+    moves: str, backend: str
+) -> None:
+    shared = Average(moves=moves)
+    layers = [nn.Linear(4, 4), shared, nn.Linear(4, 4), shared]
+    pipe = Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
+    for _ in range(2):
+        if moves == "no":
+            pipe.step(*DATA[0])
+            pipe.verify(*DATA[0])
+        else:
+            with pytest.raises(
+                ModelError, match=r"the buffer '1.mean' was changed by a forward, an"
+            ):
+                pipe.step(*DATA[0])
+    pipe.close()
+    together = Pipeline(
+        layers, mse_loss, num_ranks=1, num_microbatches=3, backend=backend, recompute="never"
+    )
+    together.step(*DATA[0])
+    together.close()
+
+
 @pytest.mark.parametrize(
     ("lazy", "name"),
     [

@@ -105,6 +105,54 @@ def check_shared_norms(layers: LayerSequence, parts: Sequence[range]) -> None:
                     )
 
 
+class SharedBuffers:
+    """Buffers that layers of several stages have: a table is fine, a state that they move is not.
+
+    State: what they held before the first step, until that is over.
+    """
+
+    def __init__(self, layers: LayerSequence, parts: Sequence[range]) -> None:
+        uses: dict[Tensor, dict[int, tuple[str, nn.Module, str]]] = {}
+        for stage, numbers in enumerate(parts):
+            for layer in layers.layers[numbers.start : numbers.stop]:
+                for prefix, module in layer.module.named_modules():
+                    for name, buffer in module.named_buffers(recurse=False):
+                        place = ".".join(part for part in (layer.name, prefix, name) if part)
+                        uses.setdefault(buffer, {}).setdefault(stage, (place, module, name))
+        self.places = [next(iter(found.values())) for found in uses.values() if len(found) > 1]
+        self.before: list[Tensor] = []
+
+    def note(self) -> None:
+        """Before the first step."""
+        self.before = [_buffer(module, name).clone() for _, module, name in self.places]
+
+    def compare(self) -> None:
+        """After it: raise if a layer has changed one of them."""
+        pairs = zip(self.places, self.before, strict=True)
+        changed = [
+            place for (place, module, name), old in pairs if not _is_as(_buffer(module, name), old)
+        ]
+        if changed:
+            raise ModelError(
+                f"the buffer {changed[0]!r} was changed by a forward, and layers of other stages "
+                "have it too, so the order of changes is not that of a plain loop: give each "
+                "layer its own, or put these layers into one stage with balance="
+            )
+        self.places, self.before = [], []
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    buffer: Tensor = getattr(module, name)
+    return buffer.detach()
+
+
+def _is_as(buffer: Tensor, old: Tensor) -> bool:
+    """Whether it holds the same; what is not a number is the same as itself."""
+    if buffer.is_meta or buffer.shape != old.shape:
+        return buffer.shape == old.shape
+    return bool(((buffer == old) | ((buffer != buffer) & (old != old))).all())
+
+
 def _weights(graph: Graph) -> Iterator[nn.Parameter]:
     """Yield the parameters at the end of a stage's graph, and those whose use was caught."""
     written = [tensor for tree in graph.writes.values() for tensor in trees.tensors(tree)]
