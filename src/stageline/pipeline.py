@@ -82,6 +82,7 @@ from stageline.runtime.stepper import (
 )
 from stageline.runtime.streaming import finished
 from stageline.runtime.tied import TiedWeights
+from stageline.runtime.unseen import SharedBuffers, check_shared_norms, check_tensors
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.routine import routine
 from stageline.schedules.schedule import Schedule
@@ -184,8 +185,10 @@ class Pipeline:
         self.devices = by_rank(devices, num_ranks)
         shapes = None if sample is None else named_inputs(self.layers, sample)
         self.cut = cut(self.layers, self.schedule.num_stages, balance, shapes)
+        check_shared_norms(self.layers, self.cut)
         if self.is_asynchronous:
             check_untied(self.schedule, self.layers, self.cut)
+            check_tensors(self.layers, f"with {self.schedule.name!r} its versions have to be kept")
         self.homes = homes_of(self.cut, self.schedule.placement)  # of the layers
         self.driver, self.peers = self._take_part(backend, mesh, timeout)
         self.homes = self._nearest(self.homes)
@@ -206,7 +209,8 @@ class Pipeline:
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """One mini-batch forward and backward: gradients are added to those that are there.
 
-        `named` are further inputs, for layers that read them by these names.
+        `inputs` is a mapping by the names under which layers read them, or the value of `x`;
+        `named` are further inputs. Names that no layer reads are refused.
         """
         if self.is_asynchronous:
             raise ModelError(
@@ -283,6 +287,10 @@ class Pipeline:
         In training it is part of the caller's graph, for any loss of the caller's own: all forwards
         run now, all backwards when its gradient arrives. In evaluation, or under `torch.no_grad()`,
         it has no graph.
+
+        Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
+        which has to be the samples; what is no tensor has to be equal in all of them. What cannot
+        be joined is refused by its place (`runtime/microbatches.py` has the rules).
         """
         is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
         if is_trained and self.is_asynchronous:
@@ -538,6 +546,7 @@ class Pipeline:
 
     def _staged(self, recompute: Sequence[str]) -> Executor:
         edges, sent = edges_of(self.layers, self.cut)
+        self.shared_buffers = SharedBuffers(self.layers, self.cut)
         stages = []
         for (rank, numbers), values in zip(self._placed(), sent, strict=True):
             device = self.devices[rank]
@@ -640,7 +649,8 @@ class Pipeline:
                 stage.keep_versions(self.executor.depth_of(stage))
                 # with threads, the caller may draw from torch's generator at any time
                 stage.silent.trusts &= not isinstance(self.driver, Threads)
-            yield stream
+            with self._shared_buffers_unchanged():
+                yield stream
         except BaseException:
             self._watch_again()
             raise
@@ -694,6 +704,7 @@ class Pipeline:
     ) -> None:
         """Nothing changes unless all processes can do their part."""
         parts = cut(self.layers, self.schedule.num_stages, balance)
+        check_shared_norms(self.layers, parts)
         homes = homes_of(parts, self.schedule.placement)
         moves = moves_of(self.layers, self.homes, homes, self.peers)
         self.peers.everywhere(lambda: check_room(moves, optimizer, everywhere, self.peers))
@@ -742,7 +753,8 @@ class Pipeline:
         for stage in self.executor.stages:
             stage.unchanged = unchanged
         try:
-            moments = run_once(self.driver, self.executor, step).moments
+            with self._shared_buffers_unchanged():
+                moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
@@ -767,6 +779,17 @@ class Pipeline:
         """After a step that failed: it may have failed for what a layer began to do."""
         for stage in self.executor.stages:
             stage.inner.first_step = None
+
+    @contextmanager
+    def _shared_buffers_unchanged(self) -> Iterator[None]:
+        """Around the first run: what several stages have must not be moved by any of them."""
+        shared = self.shared_buffers
+        if not shared.places:
+            yield
+            return
+        shared.note()
+        yield
+        self.peers.everywhere(shared.compare)
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""

@@ -75,16 +75,17 @@ class Whole(nn.Module):
     """Takes its batch as a whole."""
 
     def forward(self, batch: Any) -> Tensor:
-        out: Tensor = batch["x"] * batch["scale"]
+        out: Tensor = batch["tokens"] * batch["scale"]
         return out
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_a_layer_may_take_a_mapping_as_a_whole(mapping: Any) -> None:
     pipe = Pipeline([Whole(), nn.Linear(4, 3)], mse_loss, num_ranks=2, num_microbatches=2)
-    whole = mapping({"x": torch.randn(4, 4), "scale": torch.rand(4, 1)})
-    pipe.step(whole, torch.randn(4, 3))
-    pipe.verify(whole, torch.randn(4, 3))
+    whole = mapping({"tokens": torch.randn(4, 4), "scale": torch.rand(4, 1)})
+    for inputs in (whole, {"x": whole}):
+        pipe.step(inputs, torch.randn(4, 3))
+        pipe.verify(inputs, torch.randn(4, 3))
     pipe.close()
 
 
@@ -115,6 +116,14 @@ def test_inputs_that_are_not_those_that_layers_read_are_refused(
     assert message in str(error.value)
 
 
+def test_what_nobody_reads_is_refused_beside_x_too() -> None:
+    layers = LayerSequence.of([nn.Linear(4, 3)])
+    with pytest.raises(
+        BatchError, match=r"inputs have mask, but layers read only x: .*'x': mapping"
+    ):
+        named_inputs(layers, {"x": 1, "mask": 2})
+
+
 def test_an_input_beside_names_that_are_enough_is_refused() -> None:
     layers = LayerSequence.of([Layer("a", nn.Linear(4, 3), ("tokens",))])
     assert list(named_inputs(layers, None, {"tokens": 1})) == ["tokens"]
@@ -127,7 +136,7 @@ def test_the_order_of_inputs_does_not_depend_on_hashes() -> None:
         "from tests.model.test_inputs import *\n"
         "print(list(named_inputs(LayerSequence.of(named()), batch())))"
     )
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         ended = subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},

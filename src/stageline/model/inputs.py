@@ -1,9 +1,9 @@
 """What the loader brings, by the names under which layers read it.
 
 A mapping is named inputs: a value for each name that layers read. If they read `x` alone, a mapping
-with other keys is the value of `x` itself, for a layer that takes its batch as a whole; and
-whatever is not a mapping is the value of `x` too. Names that no layer reads are refused, as a
-plain call would refuse an argument that a function does not have.
+without an `x` is the value of `x` itself, for a layer that takes its batch as a whole; and whatever
+is not a mapping is the value of `x` too. Names that no layer reads are refused, as a plain call
+would refuse an argument that a function does not have.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ def named_inputs(
     if unknown := [name for name in found if name not in names]:
         raise BatchError(
             f"inputs have {_listed(unknown)}, but layers read only {_listed(names) or 'nothing'}: "
-            "name it in a layer's reads, or take it out of the batch"
+            "name it in a layer's reads, or take it out of the batch (a mapping that is to be the "
+            "value of x as a whole goes in another: {'x': mapping})"
         )
     return {name: found[name] for name in names}
 
 
 def _by_name(inputs: Any, names: list[str]) -> dict[Any, Any]:
     """Return what is given without a keyword; None is nothing if there is nothing to give."""
-    if isinstance(inputs, Mapping) and (names != [CHAIN] or list(inputs) == [CHAIN]):
+    if isinstance(inputs, Mapping) and (names != [CHAIN] or CHAIN in inputs):
         return {key: inputs[key] for key in inputs}
     if inputs is None and CHAIN not in names:
         return {}

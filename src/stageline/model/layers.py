@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stageline.errors import ModelError
 
@@ -84,8 +85,13 @@ class LayerSequence:
     @staticmethod
     def of(model: LayerSequence | nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
         """From an `nn.Sequential`, nested ones flattened, or from a list of layers or modules."""
-        if isinstance(model, LayerSequence):
-            return model
+        layers = model if isinstance(model, LayerSequence) else LayerSequence._of(model)
+        for layer in layers:
+            _check_shapes(layer)
+        return layers
+
+    @staticmethod
+    def _of(model: nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
         if isinstance(model, nn.Module) and _is_plain_sequential(model):
             return LayerSequence(tuple(_flattened("", model)), (model,))
         if isinstance(model, nn.Module):
@@ -152,6 +158,17 @@ class LayerSequence:
     def output(self) -> Value:
         """What the last layer wrote first: the loss is of this."""
         return Value(len(self) - 1, self.layers[-1].writes[0])
+
+
+def _check_shapes(layer: Layer) -> None:
+    """Raise if a weight gets its shape only from the first batch: ranks need to know it before."""
+    weights = (*layer.module.named_parameters(), *layer.module.named_buffers())
+    for name, weight in weights:
+        if is_lazy(weight):
+            raise ModelError(
+                f"'{layer.name}.{name}' has no shape yet, because its module is lazy: run the "
+                "model once on a sample before, or give its sizes"
+            )
 
 
 def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:

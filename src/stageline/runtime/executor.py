@@ -25,6 +25,7 @@ from stageline.runtime.late_clipping import Norms
 from stageline.runtime.stage import Gradients, Pass, Stage, Target, Waiting
 from stageline.runtime.stepper import Stepper, Update
 from stageline.runtime.tasks import Task, first_reads, inputs_of, tasks_of
+from stageline.runtime.unseen import UsedWeights
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.stream import Beat, Period
 
@@ -164,6 +165,8 @@ class Executor:
         self.first_reads = first_reads(stages)
         self.tasks = tasks_of(period, stages)
         self.ahead = ahead(self.tasks)
+        depths = [self.depth_of(stage) for stage in stages]
+        self.used_weights = UsedWeights(layers, stages, depths)
         self.parcels = {  # what each message holds
             message: values
             for row in self.tasks
@@ -391,6 +394,7 @@ class Executor:
         number, microbatch = task.action.stage, task.action.microbatch
         if number == self.last and step.output_gradients:
             gradients.update(step.output_gradients[microbatch])
+        self.used_weights.look(number, step.waiting[number].graphs[microbatch])
         back = self.stages[number].backward(
             microbatch, gradients, step.waiting[number], in_halves=task.in_halves
         )
