@@ -43,6 +43,7 @@ class Heard:
     tasks: tuple[str, ...] = ()  # that it takes part in, and that may take long
     waits: tuple[str, ...] = ()  # what it waits for others to share
     is_starting: bool = False
+    unforeseen: str = ""
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Watch:
         self.store, self.names, self.rank, self.limit = store, names, rank, limit
         self.others = [other for other in range(len(names)) if other != rank]
         self.where: Callable[[], str] = lambda: "its start"
+        self.unforeseen: Callable[[], str] = lambda: ""  # see `Standing`
         self.stop: Callable[[], None] = lambda: None  # ends all waits of this process
         self.failure: str | None = None
         self.has_answer = True  # from the store
@@ -169,11 +171,14 @@ class Watch:
         """Where each rank stands, and how long ago it said so; an empty text if nobody knows."""
         found = (_within(ANSWER, self._listen) if self.has_answer else None) or {}
         parts = []
+        differ = len({heard.unforeseen for heard in found.values()}) > 1
         for rank, heard in sorted(found.items()):
             ago = time() - heard.time
             silence = f" (silent for {ago:.0f} s)" if ago > SILENCE and rank != self.rank else ""
             waits = "".join(f", sharing {what}" for what in heard.waits)
-            parts.append(f"{self.names[rank]} at {heard.where}{waits}{silence}")
+            form = heard.unforeseen if differ else ""  # then ranks expect different messages
+            form = f" (its messages depend on data from here on: {form})" if form else ""
+            parts.append(f"{self.names[rank]} at {heard.where}{waits}{silence}{form}")
         return f"\n  {', '.join(parts)}" if parts else ""
 
     def leave(self) -> None:
@@ -231,7 +236,7 @@ class Watch:
     def _say(self) -> None:
         waits = [wait.what for wait in list(self.waits.values())]
         where = self.where() + self.notice
-        said = (where, time(), self.tasks, waits, self.is_starting)
+        said = (where, time(), self.tasks, waits, self.is_starting, self.unforeseen())
         self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
@@ -300,9 +305,9 @@ class Watch:
         return f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended."
 
 
-def _heard(said: tuple[str, float, list[str], list[str], bool]) -> Heard:
-    where, when, tasks, waits, is_starting = said
-    return Heard(where, when, tuple(tasks), tuple(waits), is_starting)
+def _heard(said: tuple[str, float, list[str], list[str], bool, str]) -> Heard:
+    where, when, tasks, waits, is_starting, unforeseen = said
+    return Heard(where, when, tuple(tasks), tuple(waits), is_starting, unforeseen)
 
 
 def _end_of_program() -> str:
