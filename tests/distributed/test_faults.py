@@ -27,7 +27,7 @@ def test_a_fault_ends_every_rank_with_the_name_of_the_culprit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "kind"), product(PLACES, KINDS))
+@pytest.mark.parametrize(("place", "kind"), [*product(PLACES, KINDS)])
 def test_any_fault_anywhere_ends_every_rank(place: str, kind: str, tmp_path: Path) -> None:
     outcome = strike(place, kind, 1, tmp_path)
     assert outcome.problem is None, outcome.problem
