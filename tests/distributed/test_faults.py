@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
+from tests.distributed.forks import forks
 from tests.distributed.launch import launch
 from tests.distributed.strike import strike
 from tests.distributed.workers.faults import KINDS, PLACES
@@ -18,19 +20,23 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize(("place", "kind", "culprit"), QUICK)
-def test_a_fault_ends_every_rank_with_the_name_of_the_culprit(
-    place: str, kind: str, culprit: int, tmp_path: Path
-) -> None:
-    outcome = strike(place, kind, culprit, tmp_path)
-    assert outcome.problem is None, outcome.problem
+def test_a_fault_ends_every_rank_with_the_name_of_the_culprit(tmp_path: Path) -> None:
+    check(QUICK, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "kind"), [*product(PLACES, KINDS)])
-def test_any_fault_anywhere_ends_every_rank(place: str, kind: str, tmp_path: Path) -> None:
-    outcome = strike(place, kind, 1, tmp_path)
-    assert outcome.problem is None, outcome.problem
+@pytest.mark.timeout(900)
+def test_any_fault_anywhere_ends_every_rank(tmp_path: Path) -> None:
+    check([(place, kind, 1) for place, kind in product(PLACES, KINDS)], tmp_path)
+
+
+def check(cases: Sequence[tuple[str, str, int]], folder: Path) -> None:
+    with forks("faults") as ranks:
+        for number, case in enumerate(cases):
+            own = folder / str(number)
+            own.mkdir()
+            outcome = strike(ranks, *case, own)
+            assert outcome.problem is None, (case, outcome.problem)
 
 
 def test_one_rank_that_saves_alone_is_told_who_does_not_take_part(tmp_path: Path) -> None:

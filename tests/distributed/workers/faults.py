@@ -229,7 +229,8 @@ def patched(owner: Any, name: str, fault: Fault) -> None:
     patch.object(owner, name, fault.before(getattr(owner, name))).start()
 
 
-def main(place: str, kind: str, culprit: str, folder: str) -> None:
+def main() -> None:
+    place, kind, culprit, folder = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # the first to be registered is the last to run, when all that is Stageline's has ended
@@ -242,4 +243,4 @@ def main(place: str, kind: str, culprit: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
