@@ -18,6 +18,7 @@ import typer
 from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.distributed.forks import forks
 from tests.distributed.strike import Outcome, strike
 from tests.distributed.workers.faults import KINDS, PLACES, START_UP, TIMEOUT
 
@@ -33,11 +34,12 @@ def main(
     places, kinds, culprits = place or [*PLACES], kind or [*KINDS], culprit or [0, 1]
     cases = [(p, k, c) for p in places for k in kinds for c in culprits]
     found: dict[tuple[str, str, int], Outcome] = {}
-    for case in track(cases, "striking"):
-        with TemporaryDirectory() as folder:
-            found[case] = strike(*case, Path(folder))
-        if problem := found[case].problem:
-            print(f"{case}: {problem}", flush=True)
+    with forks("faults") as ranks:
+        for case in track(cases, "striking"):
+            with TemporaryDirectory() as folder:
+                found[case] = strike(ranks, *case, Path(folder))
+            if problem := found[case].problem:
+                print(f"{case}: {problem}", flush=True)
     print(f"| where | {' | '.join(WORDS.get(k, k) for k in kinds)} |")
     print("|---|" + "---|" * len(kinds))
     for p in places:

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import IO
 
-from tests.distributed.launch import WORKERS, free_port
+from tests.distributed.forks import Forks, forks
+from tests.distributed.launch import WORKERS
 
 import stageline as sl
 
@@ -65,74 +66,36 @@ def train_through_forks(
     """
     chance = random.Random(seed)
     folder.mkdir(parents=True)
-    with (folder / "output").open("w") as log, _zygote(log) as zygote:
+    with forks("fitting") as ranks:
         for _ in range(kills):
-            processes = _forked(zygote, folder, num_ranks, ENDLESS)
+            processes = ranks.start(num_ranks, folder, str(folder), str(ENDLESS))
             sleep(chance.uniform(0, longest))
             first = chance.choice(processes)
             for process in (first, *processes):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
                 sleep(chance.uniform(0, 0.3) if process == first else 0)
-            _answer(zygote)
+            assert -signal.SIGKILL in ranks.codes()
             yield newest_step(folder)
-        train_undisturbed(folder, newest_step(folder) + MORE, num_ranks, zygote)
+        _train(ranks, folder, newest_step(folder) + MORE, num_ranks)
 
 
-def train_undisturbed(
-    folder: Path, steps: int, num_ranks: int = 2, zygote: subprocess.Popen[str] | None = None
-) -> None:
+def train_undisturbed(folder: Path, steps: int, num_ranks: int = 2) -> None:
     """To the end, in processes that nobody kills."""
-    if zygote is None:
-        folder.mkdir(parents=True)
-        with (folder / "output").open("w") as log, _zygote(log) as fresh:
-            train_undisturbed(folder, steps, num_ranks, fresh)
-        return
-    _forked(zygote, folder, num_ranks, steps)
-    codes = _answer(zygote)
-    assert codes == [0] * num_ranks, (codes, (folder / "output").read_text()[-3000:])
+    folder.mkdir(parents=True)
+    with forks("fitting") as ranks:
+        _train(ranks, folder, steps, num_ranks)
+
+
+def _train(ranks: Forks, folder: Path, steps: int, num_ranks: int) -> None:
+    ranks.start(num_ranks, folder, str(folder), str(steps))
+    codes = ranks.codes()
+    assert codes == [0] * num_ranks, (codes, (folder / "output-0").read_text()[-3000:])
 
 
 def newest_step(folder: Path) -> int:
     found = sl.latest(folder)
     return 0 if found is None else int(found.name.removeprefix("step-"))
-
-
-@contextmanager
-def _zygote(log: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()}
-    process = subprocess.Popen(
-        [sys.executable, str(WORKERS / "forked.py")],
-        env=os.environ | own,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _import_path() -> str:
-    """The tests are imported as a package, from wherever the script is started."""
-    root = str(WORKERS.parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _forked(zygote: subprocess.Popen[str], folder: Path, num_ranks: int, steps: int) -> list[int]:
-    assert zygote.stdin is not None
-    zygote.stdin.write(f"{folder} {num_ranks} {steps} {free_port()}\n")
-    zygote.stdin.flush()
-    return _answer(zygote)
-
-
-def _answer(zygote: subprocess.Popen[str]) -> list[int]:
-    assert zygote.stdout is not None
-    return [int(word) for word in zygote.stdout.readline().split()]
 
 
 def _start(

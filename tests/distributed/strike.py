@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from tests.distributed.launch import WORKERS, free_port
+from tests.distributed.forks import Forks
 from tests.distributed.workers.faults import START_UP, TIMEOUT
 
 NUM_RANKS = 3
@@ -34,41 +33,31 @@ class Outcome(NamedTuple):
         return f"{self.seconds:.1f} s" + (" (!)" if self.problem else "")
 
 
-def strike(place: str, kind: str, culprit: int, folder: Path) -> Outcome:
+def strike(ranks: Forks, place: str, kind: str, culprit: int, folder: Path) -> Outcome:
     """The one that is stopped does not end; all others have to, and to name it."""
-    start, port = monotonic(), str(free_port())
-    processes: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"output-{rank}" for rank in range(NUM_RANKS)]
-    try:
-        for rank, log in enumerate(logs):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_PORT": port}
-            own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-            own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
-            command = [sys.executable, str(WORKERS / "faults.py"), place, kind, str(culprit)]
-            with log.open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, str(folder)],
-                        env=os.environ | own,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        others = [rank for rank in range(NUM_RANKS) if rank != culprit]
-        awaited = [p for r, p in enumerate(processes) if r in others or kind != "SIGSTOP"]
-        while any(p.poll() is None for p in awaited) and monotonic() < start + LONGEST:
-            sleep(0.05)
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    struck = _time(folder / "struck")
-    seconds = max(_time(folder / f"ended-{rank}") for rank in others) - struck
-    outputs = [log.read_text() for log in logs]
+    processes = ranks.start(NUM_RANKS, folder, place, kind, str(culprit), str(folder))
+    others = [rank for rank in range(NUM_RANKS) if rank != culprit]
+    awaited = others if kind == "SIGSTOP" else range(NUM_RANKS)
+    start = monotonic()
+    while any(map(_is_alive, [processes[rank] for rank in awaited])):
+        if monotonic() > start + LONGEST:
+            break
+        sleep(0.05)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    codes = ranks.codes()
+    seconds = max(_time(folder / f"ended-{rank}") for rank in others) - _time(folder / "struck")
+    outputs = [(folder / f"output-{rank}").read_text() for rank in range(NUM_RANKS)]
     return Outcome(seconds, outputs, _problem(place, kind, culprit, codes, seconds, outputs))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _time(path: Path) -> float:
@@ -79,13 +68,13 @@ def _problem(
     place: str,
     kind: str,
     culprit: int,
-    codes: list[int | None],
+    codes: list[int],
     seconds: float,
     outputs: list[str],
 ) -> str | None:
     """What is wrong, if anything."""
     limit = START_UP if "before the pipeline" in place else TIMEOUT
-    if any(code is None for rank, code in enumerate(codes) if rank != culprit):
+    if any(code == -signal.SIGKILL for rank, code in enumerate(codes) if rank != culprit):
         return f"a rank did not end; exit codes {codes}\n{''.join(o[-600:] for o in outputs)}"
     if not seconds <= limit + SLACK:
         return f"it took {seconds:.1f} s; exit codes {codes}\n{''.join(o[-600:] for o in outputs)}"

@@ -265,6 +265,7 @@ class Standing:
 
     step: int | None = None
     action: Action | None = None
+    unforeseen: str = ""  # from where on the forms of messages are not known before they come
 
     @property
     def where(self) -> str:
@@ -293,6 +294,7 @@ class Processes:
         self.at = Standing()
         self.watch = place.watch
         self.watch.where = lambda at=self.at: at.where  # type: ignore[misc]  # it takes nothing
+        self.watch.unforeseen = lambda at=self.at: at.unforeseen  # type: ignore[misc]
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
@@ -407,7 +409,8 @@ class Processes:
         for form, inputs in zip(forms, step.inputs, strict=True):
             if (form, training, step.ambient) not in self.shapes:
                 found = value_shapes(executor.layers, inputs, step.ambient)
-                self.shapes[form, training, step.ambient] = found
+                self.shapes[form, training, step.ambient] = found.shapes
+                self.at.unforeseen = found.end
         layouts: dict[object, Layout] = {}
         ways = {}
         home = executor.period.routes.home

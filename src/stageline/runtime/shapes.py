@@ -72,9 +72,14 @@ class Shape(NamedTuple):
         return trees.unflatten(leaves, self.tree)
 
 
-def value_shapes(
-    layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambient
-) -> dict[Value, Shape]:
+class Foreseen(NamedTuple):
+    """What is known of a batch's values before it runs."""
+
+    shapes: dict[Value, Shape]
+    end: str  # which layer could not be run without data, and why; empty if all could
+
+
+def value_shapes(layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambient) -> Foreseen:
     """Of all values up to the first layer that needs data."""
     found: dict[Value, Shape] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -88,13 +93,13 @@ def value_shapes(
             given = [values[source] for source in layers.sources[number]]
             try:
                 result = _fake_copy(layer)(*given)
-            except Exception:  # whatever it is, it will be told where it matters
-                return found
+            except Exception as error:  # whatever it is, it will be told where it matters
+                return Foreseen(found, f"layer {layer.name!r}: {type(error).__name__}: {error}")
             results = layer.written(result)
             for name, written in zip(layer.writes, results, strict=True):
                 values[Value(number, name)] = written
                 found[Value(number, name)] = Shape.of(written)
-    return found
+    return Foreseen(found, "")
 
 
 def _gradients(shape: Shape, value: Any) -> Shape:

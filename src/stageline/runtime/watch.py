@@ -43,6 +43,7 @@ class Heard:
     tasks: tuple[str, ...] = ()  # that it takes part in, and that may take long
     waits: tuple[str, ...] = ()  # what it waits for others to share
     is_starting: bool = False
+    unforeseen: str = ""
 
 
 @dataclass
@@ -68,9 +69,11 @@ class Watch:
         self.store, self.names, self.rank, self.limit = store, names, rank, limit
         self.others = [other for other in range(len(names)) if other != rank]
         self.where: Callable[[], str] = lambda: "its start"
+        self.unforeseen: Callable[[], str] = lambda: ""  # see `Standing`
         self.stop: Callable[[], None] = lambda: None  # ends all waits of this process
         self.failure: str | None = None
         self.has_answer = True  # from the store
+        self.last_answer = monotonic()
         self.is_starting = True
         self.tasks: list[str] = []
         self.waits: dict[int, Wait] = {}
@@ -112,7 +115,7 @@ class Watch:
             return self.store.compare_set(FAILURE, "", failure).decode()
 
         if self.failure is None:
-            answer = _within(ANSWER, ask) if self.has_answer else None
+            answer = self._ask(ask)
             self.failure = answer or f"{failure}\n  {self._no_answer()}"
         return self.failure
 
@@ -147,33 +150,36 @@ class Watch:
 
         `suspect` is the rank at its other end, if that is known.
         """
-        begun, before = monotonic(), _within(ANSWER, self._listen) or {}
+        begun, before = monotonic(), self._ask(self._listen) or {}
         while self.failure is None and self.has_answer and monotonic() < begun + GRACE:
             if gone := [rank for rank in self.others if self._farewell(rank)]:
                 return self._tell_gone(gone, broken)
             sleep(PAUSE / 2)
         if self.failure is not None:
             return self.failure
-        now = (_within(ANSWER, self._listen) if self.has_answer else None) or {}
+        now = self._ask(self._listen) or {}
         gone = [rank for rank in self.others if now and now.get(rank) == before.get(rank)]
         return self._tell_gone(gone or [suspect] if suspect is not None else gone, broken)
 
     def silent_ranks(self) -> str:
         """Who has not been heard lately, for an error; an empty text if there is nobody."""
-        found = _within(ANSWER, self._listen) or {}
+        found = self._ask(self._listen) or {}
         silent = [r for r, heard in found.items() if time() - heard.time > SILENCE]
         names = ", ".join(self.names[rank] for rank in sorted(silent))
         return f": {names} {'have' if len(silent) > 1 else 'has'} not answered" if names else ""
 
     def positions(self) -> str:
         """Where each rank stands, and how long ago it said so; an empty text if nobody knows."""
-        found = (_within(ANSWER, self._listen) if self.has_answer else None) or {}
+        found = self._ask(self._listen) or {}
         parts = []
+        differ = len({heard.unforeseen for heard in found.values()}) > 1
         for rank, heard in sorted(found.items()):
             ago = time() - heard.time
             silence = f" (silent for {ago:.0f} s)" if ago > SILENCE and rank != self.rank else ""
             waits = "".join(f", sharing {what}" for what in heard.waits)
-            parts.append(f"{self.names[rank]} at {heard.where}{waits}{silence}")
+            form = heard.unforeseen if differ else ""  # then ranks expect different messages
+            form = f" (its messages depend on data from here on: {form})" if form else ""
+            parts.append(f"{self.names[rank]} at {heard.where}{waits}{silence}{form}")
         return f"\n  {', '.join(parts)}" if parts else ""
 
     def leave(self) -> None:
@@ -187,7 +193,18 @@ class Watch:
             self.is_over.set()
         for thread in self.threads:
             if thread.is_alive():
-                thread.join(2 * ANSWER)
+                thread.join(2 * ANSWER if self.is_answered else PAUSE)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the store does not seem to hang: a network that is down does not say so."""
+        return self.has_answer and monotonic() - self.last_answer < ANSWER
+
+    def _ask(self, ask: Callable[[], Answer]) -> Answer | None:
+        """None if the store does not answer."""
+        if not self.has_answer:
+            return None
+        return _within(ANSWER if self.is_answered else PAUSE, ask)
 
     @property
     def holds_store(self) -> bool:
@@ -218,7 +235,7 @@ class Watch:
             key = _left(rank)
             return self.store.get(key).decode() if self.store.check([key]) else ""
 
-        text = _within(ANSWER, ask)
+        text = self._ask(ask)
         return f"{self.names[rank]}: {text}" if text else None
 
     def _listen(self) -> dict[int, Heard]:
@@ -231,7 +248,7 @@ class Watch:
     def _say(self) -> None:
         waits = [wait.what for wait in list(self.waits.values())]
         where = self.where() + self.notice
-        said = (where, time(), self.tasks, waits, self.is_starting)
+        said = (where, time(), self.tasks, waits, self.is_starting, self.unforeseen())
         self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
@@ -242,6 +259,7 @@ class Watch:
                 if self.failure is None and self.store.check([FAILURE]):
                     self.failure = self.store.get(FAILURE).decode()
                     self.stop()
+                self.last_answer = monotonic()
                 if self._is_wait_long() and monotonic() >= next_listen:
                     self._note(self._listen())
                     next_listen = monotonic() + PAUSE * (len(self.names) // MANY)
@@ -289,6 +307,8 @@ class Watch:
         names = ", ".join(self.names[rank] for rank in absent or self.others)
         have = "have" if len(absent) > 1 else "has"
         how = f"{names} {have} not " + ("answered" if silent else "taken part")
+        if silent and not self.is_answered:  # so nobody can be heard
+            how = "no rank can be heard"
         return (
             f"{self.name} has waited {now - wait.begun:.0f} s for all ranks to share {wait.what}, "
             f"longer than it should: {how}{self.positions()}"
@@ -297,12 +317,14 @@ class Watch:
     def _no_answer(self) -> str:
         if _has_agent_store():
             return NO_ANSWER
-        return f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended."
+        return (
+            f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended or stopped."
+        )
 
 
-def _heard(said: tuple[str, float, list[str], list[str], bool]) -> Heard:
-    where, when, tasks, waits, is_starting = said
-    return Heard(where, when, tuple(tasks), tuple(waits), is_starting)
+def _heard(said: tuple[str, float, list[str], list[str], bool, str]) -> Heard:
+    where, when, tasks, waits, is_starting, unforeseen = said
+    return Heard(where, when, tuple(tasks), tuple(waits), is_starting, unforeseen)
 
 
 def _end_of_program() -> str:
@@ -326,7 +348,7 @@ def _has_agent_store() -> bool:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
-    """None if there is no answer in time: a network that is down does not say so."""
+    """None if there is no answer in time."""
     answers: list[Answer] = []
 
     def wait() -> None:

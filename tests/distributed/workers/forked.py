@@ -1,40 +1,25 @@
-"""Starts the ranks of fitting.py by forks, which takes milliseconds: torch is imported once.
+"""Starts the ranks of another worker by forks, which takes milliseconds: torch is imported once.
 
-folder 2 500 29500      reads such lines: where, how many ranks, how many steps, which port
-4711 4712               answers with their processes' numbers
--9 1                    and with how they ended, when all of them have
+Its name is the argument. Each line read from the standard input is JSON for one start:
+    {"num_ranks": 2, "port": 29500, "arguments": ["folder", "20"], "log": "folder"}
+The answers are lines with the processes' numbers, and, when all have ended, with their exit codes.
+A rank writes to the file output-<rank> of the folder `log`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from traceback import print_exc
+from importlib import import_module
+from typing import Any
 
 import torch
-from tests.distributed.workers import fitting
 from torch import nn
 
 import stageline as sl
 from stageline.runtime.ambient import Ambient
 from stageline.runtime.shapes import value_shapes
-
-
-def start(rank: int, folder: str, num_ranks: str, steps: str, port: str, attempt: int) -> int:
-    """The number of the new process."""
-    process = os.fork()
-    if process:
-        return process
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    sys.argv[1:] = [folder, steps]
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    try:
-        fitting.main()
-    except BaseException:
-        print_exc()
-        os._exit(1)
-    os._exit(0)
 
 
 def import_all() -> None:
@@ -45,16 +30,34 @@ def import_all() -> None:
     value_shapes(layers, {"x": torch.ones(1, 1)}, Ambient.here())
 
 
+def start(request: dict[str, Any], attempt: int) -> bool:
+    """Whether this is one of the new processes; the old one waits until they have ended."""
+    processes = []
+    for rank in range(request["num_ranks"]):
+        process = os.fork()
+        if not process:
+            own = {"RANK": rank, "WORLD_SIZE": request["num_ranks"], "MASTER_PORT": request["port"]}
+            own |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": attempt}
+            os.environ |= {name: str(value) for name, value in own.items()}
+            log = os.open(f"{request['log']}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, sys.stdout.fileno())
+            os.dup2(log, sys.stderr.fileno())
+            sys.argv[1:] = request["arguments"]
+            return True
+        processes.append(process)
+    print(*processes, flush=True)
+    ended = dict(os.wait() for _ in processes)
+    print(*(os.waitstatus_to_exitcode(ended[process]) for process in processes), flush=True)
+    return False
+
+
 def main() -> None:
+    worker = import_module(f"tests.distributed.workers.{sys.argv[1]}")
     import_all()
     for attempt, line in enumerate(sys.stdin):
-        folder, num_ranks, steps, port = line.split()
-        processes = [
-            start(rank, folder, num_ranks, steps, port, attempt) for rank in range(int(num_ranks))
-        ]
-        print(*processes, flush=True)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-        print(*codes, flush=True)
+        if start(json.loads(line), attempt):
+            worker.main()
+            return
 
 
 if __name__ == "__main__":
