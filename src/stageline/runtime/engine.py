@@ -7,7 +7,7 @@ The engine itself is reached by a private name, so where that is gone the public
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,19 @@ def gradients(
         tuple(roots), tuple(seeds), True, False, tuple(leaves), True, False
     )
     return found
+
+
+def leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors to which a backward from these roots brings gradients, each once."""
+    waiting: list[Any] = [each.grad_fn for each in roots]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):  # a node that adds to a leaf's gradient
+                yield node.variable
+            waiting += (following for following, _ in node.next_functions)
 
 
 def root(tensor: Tensor, seed: Tensor) -> GradientEdge:

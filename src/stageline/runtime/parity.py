@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from stageline.errors import StageError
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime import trees
+from stageline.runtime import engine, trees
 from stageline.runtime.batch_norm import Statistics
 from stageline.runtime.doubles import kept
 from stageline.runtime.executor import Step
@@ -62,7 +62,7 @@ def plain_step(
                 drawing(Key(step.seed, step.number, step.first + microbatch, LOSS)),
             ):
                 loss = target.loss(output)
-        for leaf in _leaves(loss):
+        for leaf in engine.leaves([loss]):
             if id(leaf) not in own and leaf not in outside:
                 outside[leaf], leaf.grad = leaf.grad, None
         with _named("the backward", microbatch):
@@ -111,21 +111,6 @@ def _named(what: str, microbatch: int) -> Iterator[None]:
             f"{what} failed in the plain loop that verify compares with, at micro-batch "
             f"{microbatch}\n  {type(error).__name__}: {error}"
         ) from error
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors to which a backward will bring gradients."""
-    found: dict[int, Tensor] = {}
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = node.variable
-            waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
 
 
 def _base(tensor: Tensor) -> Tensor:

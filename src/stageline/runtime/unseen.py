@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
-from stageline.runtime import trees
+from stageline.runtime import engine, trees
 from stageline.runtime.stage import Graph, Stage
 
 OF_MODULES = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps what it knows of
@@ -160,17 +160,7 @@ def _weights(graph: Graph) -> Iterator[nn.Parameter]:
     yield from (root for root in roots if isinstance(root, nn.Parameter) and root.requires_grad)
     for call in graph.calls:
         yield from call.weights
-    waiting: list[Any] = [root.grad_fn for root in roots]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a node that adds to a leaf's gradient
-        if isinstance(variable, nn.Parameter):
-            yield variable
-        waiting += (following for following, _ in node.next_functions)
+    yield from (leaf for leaf in engine.leaves(roots) if isinstance(leaf, nn.Parameter))
 
 
 def _tensors(value: Any) -> list[Tensor]:
