@@ -36,6 +36,7 @@ from stageline.runtime.drivers import Driver, Serial, Threads, run_once
 from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.guard import Guard
 from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
+from stageline.runtime.layer_state import HostGenerators, are_same, host_generators
 from stageline.runtime.materialise import Init, check_filled, materialise
 from stageline.runtime.mesh import find_place
 from stageline.runtime.microbatches import pair
@@ -202,6 +203,7 @@ class Pipeline:
         self.stepper = self._owned(optimizer, scheduler) if optimizer else None
         self.is_streaming = self.is_traced = False
         self.stream: Callable[[], Results | None] = lambda: None  # the last one, weakly
+        self.has_warned = False  # of generators that all stages share
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.desk: Closes | None = None  # of its checkpoints, once there is one
         self._last: Trace | None = None  # the times of the last step, if a trace is wanted
@@ -488,6 +490,20 @@ class Pipeline:
                 stacklevel=4,
             )
 
+    def _warn_of_host_generators(self, before: HostGenerators) -> None:
+        """Python and numpy have one generator each, for all stages."""
+        if self.schedule.num_stages > 1 and not are_same(host_generators(), before):
+            for stage in self.executor.stages:
+                stage.state.draws = None
+            if not self.has_warned:
+                self.has_warned = True
+                warnings.warn(
+                    "a layer drew from the generator that Python or numpy have for everybody: if "
+                    "several stages do, what they draw depends on the schedule, and with threads "
+                    "on timing: draw with torch, or from a generator of the layer's own",
+                    stacklevel=4,
+                )
+
     def _agree(self, step: Step) -> None:
         """With other processes, once, that all are about to do the same."""
         if not self.has_agreed:
@@ -748,7 +764,7 @@ class Pipeline:
         self.tied.refresh()
         if has_backward:
             self.peers.begin(self.parameters())
-        before = torch.get_rng_state()
+        before, of_host = torch.get_rng_state(), host_generators()
         unchanged = Unchanged(self.parameters() if has_backward and len(step.inputs) > 1 else ())
         for stage in self.executor.stages:
             stage.unchanged = unchanged
@@ -756,6 +772,7 @@ class Pipeline:
             with self._shared_buffers_unchanged():
                 moments = run_once(self.driver, self.executor, step).moments
             self._mistrust_if_drawn(before)
+            self._warn_of_host_generators(of_host)
             if has_backward:
                 self.peers.share_tied(self.tied, self.homes)
                 self.tied.add_gradients()

@@ -142,6 +142,10 @@ def trained(make: Callable[[], nn.Module], recompute: str, backend: str) -> dict
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+shares_generators = pytest.mark.filterwarnings("ignore:a layer drew from the generator")
+
+
+@shares_generators
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_recomputation_neither_sees_nor_moves_later_state(name: str, backend: str) -> None:
@@ -150,6 +154,7 @@ def test_recomputation_neither_sees_nor_moves_later_state(name: str, backend: st
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+@shares_generators
 @pytest.mark.parametrize("name", MAKERS)
 def test_verify_sees_that_state_is_moved_once_and_leaves_it_as_it_was(name: str) -> None:
     torch.manual_seed(1)
@@ -194,3 +199,12 @@ def test_a_buffer_that_begins_to_move_is_told_and_then_kept() -> None:
     late.count.zero_()
     pipe.step(*batch)
     assert float(late.count) == 2
+
+
+def test_drawing_from_a_generator_that_all_stages_share_is_told_once() -> None:
+    model = nn.Sequential(Drawing(random.random), nn.Linear(6, 6), Drawing(random.random))
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=2, backend="serial")
+    batch = torch.randn(4, 6), torch.randn(4, 6)
+    with pytest.warns(UserWarning, match="what they draw depends on the schedule"):
+        pipe.step(*batch)
+    pipe.step(*batch)

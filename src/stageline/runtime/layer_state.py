@@ -33,6 +33,7 @@ OWN = frozenset(vars(nn.Module()))  # what every module has; buffers are looked 
 CONTAINERS = (list, tuple, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 ABSENT = object()  # in the place of an attribute that is not there
+HostGenerators = tuple[Any, Any]  # states of those that Python and numpy have for everybody
 Place = tuple[dict[str, Any], str]  # a dict of a module, and a name in it
 
 
@@ -51,7 +52,7 @@ class Before:
     """The state before a forward, or the part of it that the forward moved."""
 
     places: Sequence[Seen]
-    host: tuple[Any, Any] | None  # the generators of Python and numpy for everybody
+    host: HostGenerators | None  # the generators of Python and numpy for everybody
 
 
 class LayerState:
@@ -159,23 +160,23 @@ def as_it_was(before: Before | None) -> Iterator[None]:
             set_host_generators(host)
 
 
-def host_generators() -> tuple[Any, Any]:
+def host_generators() -> HostGenerators:
     """Return the states of the generators that Python and numpy have for everybody."""
     return random.getstate(), np.random.get_state()
 
 
-def set_host_generators(states: tuple[Any, Any]) -> None:
+def set_host_generators(states: HostGenerators) -> None:
     """Put such states back."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 
 
-def are_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+def are_same(one: HostGenerators, other: HostGenerators) -> bool:
     """Return whether nothing was drawn from these generators in between."""
     return _host_token(one) == _host_token(other)
 
 
-def _host_token(states: tuple[Any, Any]) -> object:
+def _host_token(states: HostGenerators) -> object:
     python, (kind, keys, *rest) = states
     return python, kind, keys.tobytes(), rest
 
