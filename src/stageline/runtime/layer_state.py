@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from stageline.runtime.randomness import is_of_torch
 OWN = frozenset(vars(nn.Module()))  # what every module has; buffers are looked at apart
 CONTAINERS = (list, tuple, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+OF_HOST = RLock()  # guards the generators that Python and numpy have for everybody
 ABSENT = object()  # in the place of an attribute that is not there
 HostGenerators = tuple[Any, Any]  # states of those that Python and numpy have for everybody
 Place = tuple[dict[str, Any], str]  # a dict of a module, and a name in it
@@ -68,6 +70,20 @@ class LayerState:
         self.moving: set[tuple[int, str]] | None = None  # None: it has not run yet
         self.draws: bool | None = None  # from the generators of the host; None: not known
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let only one stage at a time draw from the generators that all share.
+
+        Held around a forward that draws from them, and around the first, to see whether it does.
+        """
+        if self.draws is False:
+            yield
+            return
+        with OF_HOST:
+            before = host_generators()
+            yield
+            self.draws = self.draws or not are_same(before, host_generators())
+
     def before(self) -> Before:
         """Return the state as it is, with copies of what may move."""
         memo: dict[int, Any] = {}
@@ -90,7 +106,6 @@ class LayerState:
             self._check(seen)
         self.moving = (self.moving or set()) | {_key((seen.where, seen.name)) for seen in moved}
         has_drawn = before.host is not None and not are_same(before.host, host_generators())
-        self.draws = self.draws or has_drawn
         return Before(moved, before.host if has_drawn else None)
 
     @contextmanager

@@ -183,14 +183,16 @@ class Stage:
 
     def forward(self, this: Pass, waiting: Waiting) -> Forwarded:
         """Run the layers, and keep what the backward needs."""
-        kept = self._kept(this) if this.recompute else None
-        graph = self._run(this, grad=True, again=False)
+        with self.state.turn():
+            kept = self._kept(this) if this.recompute else None
+            graph = self._run(this, grad=True, again=False)
+            if kept:
+                kept = kept._replace(state=self.state.moved_since(kept.state))
         if graph.filled:
             waiting.filled[this.microbatch] = graph.filled
         if kept:
             self._look_at_target(this, kept)
-            moved_state = self.state.moved_since(kept.state)
-            waiting.passes[this.microbatch] = kept._replace(state=moved_state)
+            waiting.passes[this.microbatch] = kept
         else:
             waiting.graphs[this.microbatch] = graph
         written = {v: trees.map_leaves(trees.at_the_edge, t) for v, t in graph.writes.items()}
@@ -221,7 +223,8 @@ class Stage:
 
     def run_only(self, this: Pass) -> Forwarded:
         """Run the layers without a backward to follow; what is written has the output too."""
-        graph = self._run(this, grad=False, again=False)
+        with self.state.turn():
+            graph = self._run(this, grad=False, again=False)
         return Forwarded(graph.writes, graph.marks, None)
 
     def fetch(self, microbatch: int, waiting: Waiting) -> None:
@@ -239,7 +242,7 @@ class Stage:
                 "an input was changed in place between its forward and its backward, but the "
                 "forward is to be recomputed from it: change a clone, or after the backward"
             )
-        with as_it_was(kept.state):
+        with self.state.turn(), as_it_was(kept.state):
             waiting.graphs[microbatch] = self._run(kept.again, grad=True, again=True)
 
     def backward(
