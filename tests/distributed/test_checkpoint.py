@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,12 @@ def test_what_four_processes_saved_goes_on_with_any_number_of_them(tmp_path: Pat
     checkpoints.train(pipe, optimizer, range(3, 8))
     checkpoints.assert_same(wanted, checkpoints.tensors(pipe, optimizer))
     pipe.close()
+    os.umask(umask := os.umask(0))
     for name in ("model", "model-2", "model-3"):
+        path = tmp_path / f"{name}.safetensors"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
         plain = checkpoints.model()
-        plain.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
+        plain.load_state_dict(load_file(path))
         checkpoints.assert_same(plain.state_dict(), wanted)
 
 
