@@ -212,3 +212,21 @@ def test_fit_refuses_an_optimizer_beside_the_pipelines_own() -> None:
         sl.ModelError, match="optimizer was given to fit, but the pipeline steps its"
     ):
         sl.fit(pipe, [], pipe.optimizers[0], steps=1)
+
+
+def test_a_checkpoint_that_fit_cannot_go_on_from_changes_nothing(tmp_path: Path) -> None:
+    trained(tmp_path, 6)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    pipe = sl.Pipeline(
+        model, nn.functional.mse_loss, num_ranks=2, num_microbatches=2, backend="serial"
+    )
+    optimizer = AdamW(pipe.parameters(), 1e-2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with pytest.raises(sl.CheckpointError, match="saved with scheduler LambdaLR, but now it is"):
+        sl.fit(pipe, Loader(), optimizer, steps=9, folder=tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert pipe.num_steps == 0

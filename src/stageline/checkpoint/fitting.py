@@ -192,17 +192,20 @@ def new_scheduler_state(checkpoint: Checkpoint, scheduler: LRScheduler) -> dict[
             f"{str(checkpoint.path)!r} was saved {before}, but the pipeline has {kind}: build it "
             "as it was, or load another"
         )
-    state = _fitted(
-        decode(saved.state), scheduler.state_dict(), "the scheduler's state", checkpoint.path
-    )
+    return tried_state(decode(saved.state), scheduler, checkpoint.path)
+
+
+def tried_state(saved: Any, scheduler: LRScheduler, path: Path) -> dict[str, Any]:
+    """Return a scheduler's state in the types that it has, if a copy of the scheduler takes it."""
+    kind = type(scheduler).__name__
+    state = _fitted(saved, scheduler.state_dict(), "the scheduler's state", path)
     try:
         with _kept(scheduler.optimizer):
             copied = deepcopy(scheduler, {id(scheduler.optimizer): scheduler.optimizer})
             copied.load_state_dict(deepcopy(state))
     except Exception as error:
         raise CheckpointError(
-            f"{str(checkpoint.path)!r} has a state that {kind} does not take: "
-            f"{type(error).__name__}: {error}"
+            f"{str(path)!r} has a state that {kind} does not take: {type(error).__name__}: {error}"
         ) from error
     return dict(state)
 

@@ -8,7 +8,7 @@ What is left to do then cannot fail, or has been tried on a copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,16 @@ def load(
     call it. A checkpoint that is damaged or does not fit is refused, on all ranks, and nothing is
     changed.
     """
+    return load_accepted(folder, pipe, optimizer, lambda _: None)
+
+
+def load_accepted(
+    folder: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: Optimizer | None,
+    accept: Callable[[Loaded], None],
+) -> Loaded:
+    """Load, unless `accept` raises an error for what was saved; it is asked before any change."""
     desk = desk_of(pipe)
     desk.settle()
     path = Path(desk.by_first(lambda: str(folders.find(folder))))
@@ -84,6 +94,7 @@ def load(
     optimized = {name for names, _ in told for name in names}
     is_same = all(checksums == told[0][1] for _, checksums in told)
     change = desk.agreed(lambda: _prepared(path, record, pipe, optimizers, own, optimized, is_same))
+    desk.agreed(lambda: accept(change.result))
     desk.agreed(lambda: _apply(change, pipe, record, own))
     return change.result
 

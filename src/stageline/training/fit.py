@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from stageline.arguments import check_size
 from stageline.checkpoint.contents import check_parameters, places
 from stageline.checkpoint.desk import desk_of
+from stageline.checkpoint.fitting import tried_state
 from stageline.checkpoint.folder import latest
-from stageline.checkpoint.load import load
+from stageline.checkpoint.load import Loaded, load_accepted
 from stageline.checkpoint.save import save
 from stageline.errors import CheckpointError, ModelError
 from stageline.pipeline import Pipeline
@@ -50,11 +51,20 @@ class Run:
         folder = self.folder
         if folder is None or not desk_of(self.pipe).by_first(lambda: latest(folder) is not None):
             return 0, Position()
-        step, data = load(folder, self.pipe, self.optimizer)
+        step, data = load_accepted(folder, self.pipe, self.optimizer, self._accept)
+        if self.scheduler is not None:
+            _, state = data["scheduler"]
+            self.scheduler.load_state_dict(tried_state(state, self.scheduler, folder))
+        return step, Position(*data["position"])
+
+    def _accept(self, loaded: Loaded) -> None:
+        """Raise an error for a checkpoint that this run cannot go on from."""
+        assert self.folder is not None  # it was loaded from there
+        step, data = loaded
         if not isinstance(data, dict) or not {"position", "scheduler"} <= data.keys():
             raise CheckpointError(
-                f"the checkpoint of step {step} in {str(folder)!r} is not of sl.fit, so it does "
-                "not say where the data stood: give fit a folder of its own"
+                f"the checkpoint of step {step} in {str(self.folder)!r} is not of sl.fit, so it "
+                "does not say where the data stood: give fit a folder of its own"
             )
         kind, state = data["scheduler"]
         if kind != self.scheduler_name:
@@ -63,8 +73,7 @@ class Run:
                 f"{self.scheduler_name}: use the same"
             )
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state)
-        return step, Position(*data["position"])
+            tried_state(state, self.scheduler, self.folder)
 
     @property
     def scheduler_name(self) -> str:
