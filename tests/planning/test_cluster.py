@@ -133,9 +133,7 @@ def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path) ->
         ),
         (
             {"num_devices": "many", "memory": 1},
-            (
-                "Cluster has a fault at num_devices: input should be a number (it is 'many')"
-            ),
+            ("Cluster has a fault at num_devices: input should be a number (it is 'many')"),
         ),
         (
             {"num_devices": 1, "memory": "22 bananas"},
