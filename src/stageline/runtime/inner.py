@@ -66,6 +66,7 @@ class Inner:
         apart = set(untracked)  # what their forward does to their buffers is undone at once
         self.buffers = [Buffer(p._buffers, n) for p in parts if p not in apart for n in p._buffers]  # noqa: SLF001
         self.moving: set[Buffer] = set()  # those that a forward changes in place
+        self.slots = [(p._parameters, name) for p in parts for name in p._parameters]  # noqa: SLF001
         self.losses: dict[object, tuple[bool, bool]] = {}  # whether harmless, or in forward mode
         self.first_step: int | None = None
         self.is_watching = self.is_given = False
@@ -135,14 +136,11 @@ class Inner:
         """Take down the buffers before a forward."""
         return State(self.buffers, self.moving)
 
-    def weights(self, doubles: Mapping[int, Mapping[str, Tensor]]) -> list[Tensor]:
-        """All weights that are trained, where a layer has doubles of them these."""
-        found: dict[int, Tensor] = {}
-        for number, module in self.modules.items():
-            own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-            own |= doubles.get(number, {})
-            found |= {id(w): w for w in own.values() if w.requires_grad and not w.is_meta}
-        return list(found.values())
+    def weights(self, doubles: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
+        """All weights that a forward may use, their doubles included."""
+        found: list[Tensor | None] = [where[name] for where, name in self.slots]
+        found += [double for each in doubles for double in each.values()]
+        return list({id(weight): weight for weight in found if weight is not None}.values())
 
     def turn(self, loss_fn: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         """Threads take turns around a forward that enters the level which they share."""
@@ -199,7 +197,7 @@ def filled_apart(weights: Iterable[Tensor]) -> Iterator[Filled]:
         found.append((weight, weight.grad))
         weight.grad = None
 
-    before = [(weight, weight.grad) for weight in weights]
+    before = [(weight, weight.grad) for weight in weights if weight.requires_grad]
     handles = [
         weight.register_post_accumulate_grad_hook(put_aside)  # type: ignore[no-untyped-call]
         for weight, _ in before
@@ -218,10 +216,13 @@ def filled_apart(weights: Iterable[Tensor]) -> Iterator[Filled]:
 @contextmanager
 def filled_never(weights: Iterable[Tensor], name: str) -> Iterator[Filled]:
     """Refuse a backward inside a forward that brings gradients to weights."""
-    before = [(weight, weight.grad, _version(weight.grad)) for weight in weights]
+    found = list(weights)
+    before = [weight.grad for weight in found]
+    versions = [_version(gradient) for gradient in before]
     yield []
     if any(
-        w.grad is not gradient or _version(w.grad) != version for w, gradient, version in before
+        weight.grad is not gradient or _version(gradient) != version
+        for weight, gradient, version in zip(found, before, versions, strict=True)
     ):
         raise ModelError(
             f"a backward() inside the forward of {name!r} added to the gradients of weights, but "

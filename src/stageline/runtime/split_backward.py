@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -153,8 +153,10 @@ class CatchWeights(TorchFunctionMode):
 
     def _check(self, weights: list[nn.Parameter]) -> bool:
         """Layers that use a weight in both ways are not caught; False if there are any."""
+        if not self.direct or self.known.is_given:
+            return True
         both = [w for w in weights if id(w) in self.used and id(w) in self.direct]
-        if not both or self.known.is_given:
+        if not both:
             return True
         self.known.direct |= {self.layer, *(self.used[id(weight)][1] for weight in both)}
         self._begin_again(lambda call: call.layer in self.known.direct)
@@ -312,17 +314,22 @@ def _tensors(items: Iterable[Any]) -> Iterable[Tensor]:
 
 def _weights(items: Iterable[Any]) -> list[nn.Parameter]:
     """The parameters among arguments that need a gradient, each once."""
-    found: dict[int, nn.Parameter] = {}
+    found: list[nn.Parameter] = []
     for item in items:
-        # a plain tensor is the usual case; asking whether it is a parameter costs a microsecond
-        if type(item) is Tensor:
-            continue
-        if isinstance(item, nn.Parameter):
+        kind = type(item)
+        if kind is nn.Parameter:
             if item.requires_grad:
-                found[id(item)] = item
-        elif isinstance(item, list | tuple):
-            found |= {id(weight): weight for weight in _weights(item)}
-    return list(found.values())
+                found.append(item)
+        elif kind is list or kind is tuple:
+            found += _weights(item)
+        # asking any other tensor whether it is a parameter costs a microsecond
+        elif kind is not Tensor and isinstance(item, Tensor) and _is_trained(item):
+            found.append(item)
+    return list({id(weight): weight for weight in found}.values()) if len(found) > 1 else found
+
+
+def _is_trained(item: Tensor) -> TypeGuard[nn.Parameter]:
+    return isinstance(item, nn.Parameter) and item.requires_grad
 
 
 def _is_use(result: Any) -> bool:

@@ -371,10 +371,14 @@ class Stage:
                 around.enter_context(saved_tensors_hooks(_nothing, self.inner.lacks))
             elif parking and grad and not saves:
                 around.enter_context(saved_tensors_hooks(parking.put, parking.take))
+            weights = self.versions.of(this.version) if self.versions and grad else None
+            # outside of what sees functions: there each look at a tensor is one
+            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
+            # outside of what sees functions: there each look at a tensor is one
+            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
             around.enter_context(catch or nullcontext())
             if self.statistics.modules:
                 around.enter_context(self.statistics.watch(this.step, this.microbatch, again=again))
-            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
             self._run_layers(this, values, entering, weights, catch)
             loss = self._loss(this, values) if this.target else None
             if not self.in_place.is_gentle:
@@ -442,7 +446,7 @@ class Stage:
         """Around a forward, for gradients that a backward inside it brings to weights."""
         if not grad or self.inner.is_trusted(loss_fn):
             return nullcontext([])
-        doubles = versions or {bound.number: bound.doubles or {} for bound in self.bound}
+        doubles = versions.values() if versions else [bound.doubles or {} for bound in self.bound]
         weights = self.inner.weights(doubles)
         if self.inner.keeps_apart and not self.is_compiled:
             return filled_apart(weights)

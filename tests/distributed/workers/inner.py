@@ -25,7 +25,8 @@ class Penalty(nn.Module):
         (found,) = torch.autograd.grad(torch.tanh(self.a(z)).sum(), z, create_graph=True)
         self.a(x.detach()).square().mean().backward()
         slope: Tensor = torch.func.grad(lambda y: self.a(y).sum())(x)
-        return found + torch.vmap(self.a)(x) + slope
+        mapped: Tensor = torch.vmap(self.a)(x)
+        return found + mapped + slope
 
 
 class Head(nn.Module):
