@@ -124,3 +124,9 @@ def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message:
     assert "StageError" in first.output
     assert message in first.output
     assert first.seconds < 40
+
+
+def test_values_of_many_sorts_pass_between_processes_and_may_change_in_every_step() -> None:
+    for ended in launch("values", 2, timeout=60.0):
+        assert ended.code == 0, ended.output
+        assert "all equal" in ended.output

@@ -74,9 +74,13 @@ class Layout:
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
             content = contents[self.values[0]]
-            return [content] if self.is_forward else content[0][1]
+            if not self.is_forward:
+                given_back: list[Tensor | None] = content[0][1]
+                return given_back
+            if isinstance(content, Tensor):
+                return [content]
         if self.is_forward:
-            return list(wire.values_tensors(contents, self.values))
+            return list(wire.values_tensors(contents, self.values, self.shapes))
         found: list[Tensor | None] = []
         for value, readers in zip(self.values, self.readers, strict=True):
             given = dict(contents[value])

@@ -98,15 +98,19 @@ class Watch:
             thread.start()
         end = monotonic() + max(START_UP, self.limit)
         missing = self.others
-        try:
-            self._say()
-            while missing and self.failure is None and self.has_answer:
-                missing = [rank for rank in missing if not self.store.check([_at(rank)])]
-                if missing and monotonic() >= end:
-                    raise TimeoutError(", ".join(self.names[rank] for rank in missing))
-                sleep(PAUSE / 10 if missing else 0)
-        except RuntimeError:
-            self.has_answer = False
+        while missing and self.failure is None and self.has_answer:
+            sought = tuple(missing)
+            found = within(
+                max(PAUSE, end - monotonic()),
+                lambda: [rank for rank in sought if self.store.check([_at(rank)])],  # noqa: B023
+            )
+            if found is None:
+                self.has_answer = False
+                return
+            missing = [rank for rank in missing if rank not in found]
+            if missing and monotonic() >= end:
+                raise TimeoutError(", ".join(self.names[rank] for rank in missing))
+            sleep(PAUSE / 10 if missing else 0)
 
     def tell(self, failure: str) -> str:
         """All ranks raise what was told first, also those that fail because of it."""
@@ -116,7 +120,7 @@ class Watch:
 
         if self.failure is None:
             answer = self._ask(ask)
-            self.failure = answer or f"{failure}\n  {self._no_answer()}"
+            self.failure = answer or f"{failure}\n  {no_answer(self.names[0])}"
         return self.failure
 
     def note(self, error: BaseException) -> None:
@@ -204,7 +208,7 @@ class Watch:
         """None if the store does not answer."""
         if not self.has_answer:
             return None
-        return _within(ANSWER if self.is_answered else PAUSE, ask)
+        return within(ANSWER if self.is_answered else PAUSE, ask)
 
     @property
     def holds_store(self) -> bool:
@@ -253,7 +257,7 @@ class Watch:
 
     def _look(self) -> None:
         next_listen = 0.0
-        while not self.is_over.wait(PAUSE):
+        while True:
             try:
                 self._say()
                 if self.failure is None and self.store.check([FAILURE]):
@@ -267,6 +271,8 @@ class Watch:
                 self.has_answer = False
                 self.stop()
                 return
+            if self.is_over.wait(PAUSE):
+                break
         self._say_farewell()
 
     def _is_wait_long(self) -> bool:
@@ -314,13 +320,6 @@ class Watch:
             f"longer than it should: {how}{self.positions()}"
         )
 
-    def _no_answer(self) -> str:
-        if _has_agent_store():
-            return NO_ANSWER
-        return (
-            f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended or stopped."
-        )
-
 
 def _heard(said: tuple[str, float, list[str], list[str], bool, str]) -> Heard:
     where, when, tasks, waits, is_starting, unforeseen = said
@@ -342,12 +341,19 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be shown)"
 
 
+def no_answer(first: str) -> str:
+    """What to say when the store does not answer; `first` is the rank that may hold it."""
+    if _has_agent_store():
+        return NO_ANSWER
+    return f"{NO_ANSWER} It is in the process of {first}, which may have ended or stopped."
+
+
 def _has_agent_store() -> bool:
     """Whether torchrun holds the store, which then outlives the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
     """None if there is no answer in time."""
     answers: list[Answer] = []
 
