@@ -258,21 +258,6 @@ def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape
     return tuple(found)
 
 
-@dataclass
-class Standing:
-    """Where a rank is, for others to see."""
-
-    step: int | None = None
-    action: Action | None = None
-    unforeseen: str = ""  # from where on the forms of messages are not known before they come
-
-    @property
-    def where(self) -> str:
-        if self.step is None:
-            return "its start"
-        return f"{self.action or 'the end'} of step {self.step}"
-
-
 class Processes:
     """A driver for the one rank of this process. State: its lines to others, and the watch."""
 
@@ -290,10 +275,8 @@ class Processes:
         self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
         self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
-        self.at = Standing()
         self.watch = place.watch
-        self.watch.where = lambda at=self.at: at.where  # type: ignore[misc]  # it takes nothing
-        self.watch.unforeseen = lambda at=self.at: at.unforeseen  # type: ignore[misc]
+        self.at = self.watch.at
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)

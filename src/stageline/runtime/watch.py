@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stageline.schedules.action import Action
+
 FAILURE = "failure"
 PAUSE = 0.5  # seconds between two looks
 ANSWER = 2.0  # seconds that the store has for an answer, once something is wrong
@@ -32,6 +34,21 @@ PATIENCE = 600.0  # seconds that a rank may take longer than others for a checkp
 MANY = 64  # ranks; more of them look at each other less often, for the sake of the store
 NO_ANSWER = "the rendezvous' store does not answer: is the network down?"
 Answer = TypeVar("Answer")
+
+
+@dataclass
+class Standing:
+    """Where a rank is, for others to see."""
+
+    step: int | None = None
+    action: Action | None = None
+    unforeseen: str = ""  # from where on the forms of messages are not known before they come
+
+    @property
+    def where(self) -> str:
+        if self.step is None:
+            return "its start"
+        return f"{self.action or 'the end'} of step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,7 @@ class Watch:
     ) -> None:
         self.store, self.names, self.rank, self.limit = store, names, rank, limit
         self.others = [other for other in range(len(names)) if other != rank]
-        self.where: Callable[[], str] = lambda: "its start"
-        self.unforeseen: Callable[[], str] = lambda: ""  # see `Standing`
+        self.at = Standing()
         self.stop: Callable[[], None] = lambda: None  # ends all waits of this process
         self.failure: str | None = None
         self.has_answer = True  # from the store
@@ -228,11 +244,12 @@ class Watch:
                 sleep(PAUSE / 10)
 
     def _tell_gone(self, gone: Sequence[int], broken: str) -> str:
-        names = ", ".join(self.names[rank] for rank in gone) or "another rank"
+        names = ", ".join(self.names[rank] for rank in gone)
         words = [text for rank in gone if (text := self._farewell(rank))]
         reasons = "".join(f"\n  {text}" for text in dict.fromkeys(words))
         verb = "are" if len(gone) > 1 else "is"
-        return self.tell(f"{names} {verb} gone: {broken}{reasons}{self.positions()}")
+        who = f"{names} {verb} gone" if names else "a rank cannot be reached"
+        return self.tell(f"{who}: {broken}{reasons}{self.positions()}")
 
     def _farewell(self, rank: int) -> str | None:
         def ask() -> str:
@@ -251,8 +268,8 @@ class Watch:
 
     def _say(self) -> None:
         waits = [wait.what for wait in list(self.waits.values())]
-        where = self.where() + self.notice
-        said = (where, time(), self.tasks, waits, self.is_starting, self.unforeseen())
+        where = self.at.where + self.notice
+        said = (where, time(), self.tasks, waits, self.is_starting, self.at.unforeseen)
         self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
@@ -264,7 +281,9 @@ class Watch:
                     self.failure = self.store.get(FAILURE).decode()
                     self.stop()
                 self.last_answer = monotonic()
-                if self._is_wait_long() and monotonic() >= next_listen:
+                if not self._is_wait_long():
+                    self.heard.clear()  # what was said before a wait is no sign of life in it
+                elif monotonic() >= next_listen:
                     self._note(self._listen())
                     next_listen = monotonic() + PAUSE * (len(self.names) // MANY)
             except RuntimeError:  # the store's own process has ended
