@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.distributed.forks import forks
@@ -35,11 +34,10 @@ def main(
     cases = [(p, k, c) for p in places for k in kinds for c in culprits]
     found: dict[tuple[str, str, int], Outcome] = {}
     with forks("faults") as ranks:
-        for case in track(cases, "striking"):
+        for case in cases:
             with TemporaryDirectory() as folder:
                 found[case] = strike(ranks, *case, Path(folder))
-            if problem := found[case].problem:
-                print(f"{case}: {problem}", flush=True)
+            print(*case, found[case].cell, found[case].problem or "", flush=True)
     print(f"| where | {' | '.join(WORDS.get(k, k) for k in kinds)} |")
     print("|---|" + "---|" * len(kinds))
     for p in places:

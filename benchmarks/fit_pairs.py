@@ -45,8 +45,7 @@ def main(
                 done = _run(num_ranks, part)
                 good += done
                 bar.update(task, advance=len(part))
-                if done < len(part):
-                    bar.console.print(f"{num_ranks} processes: {part[done]} failed")
+                bar.console.print(f"{num_ranks} processes: {done} of {len(part)} runs, {part[-1]}")
     total = len(counts) * len(lines)
     print(f"{good} of {total} runs without failure, on {counts} processes")
     raise SystemExit(good < total)

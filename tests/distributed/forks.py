@@ -46,16 +46,15 @@ def forks(worker: str) -> Iterator[Forks]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(WORKERS / "forked.py"), worker],
         env=os.environ | own,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        yield Forks(process)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    ) as process:
+        try:
+            yield Forks(process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

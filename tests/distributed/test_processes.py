@@ -157,3 +157,9 @@ def test_models_that_are_hard_to_cut_have_the_bits_of_a_plain_loop(
         assert ended.code == 0, ended.output
         assert "verified" in ended.output, ended.output
         assert message in ended.output, ended.output
+
+
+def test_values_of_many_sorts_pass_between_processes_and_may_change_in_every_step() -> None:
+    for ended in launch("values", 2, timeout=60.0):
+        assert ended.code == 0, ended.output
+        assert "all equal" in ended.output

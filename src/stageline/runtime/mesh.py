@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
 from stageline.runtime.rendezvous import warn_if_reachable
-from stageline.runtime.watch import PATIENCE, START_UP, Watch
+from stageline.runtime.watch import PATIENCE, START_UP, Watch, no_answer, within
 
 NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
@@ -170,7 +170,9 @@ def _assembled(grid: torch.Tensor, limit: float) -> Watch:
     """A watch over all processes of the mesh, when all of them are there."""
     names = [_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
-    store = _store_for(ranks)
+    store = within(max(START_UP, limit), lambda: _store_for(ranks))
+    if store is None:
+        raise StageError(f"no pipeline could be made: {no_answer(names[0])}")
     if dist.get_rank() == 0:  # on whose machine it is
         warn_if_reachable(store)
     watch = Watch(store, names, ranks.index(dist.get_rank()), limit)

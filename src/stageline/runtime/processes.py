@@ -69,9 +69,13 @@ class Layout:
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
             content = contents[self.values[0]]
-            return [content] if self.is_forward else content
+            if not self.is_forward:
+                gradients: list[Tensor | None] = content
+                return gradients
+            if isinstance(content, Tensor):
+                return [content]
         if self.is_forward:
-            return list(wire.values_tensors(contents, self.values))
+            return list(wire.values_tensors(contents, self.values, self.shapes))
         return [tensor for value in self.values for tensor in contents[value]]
 
     def places(self, contents: Mapping[Value, Any]) -> list[tuple[Value, int]]:
@@ -259,21 +263,6 @@ def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape
     )
 
 
-@dataclass
-class Standing:
-    """Where a rank is, for others to see."""
-
-    step: int | None = None
-    action: Action | None = None
-    unforeseen: str = ""  # from where on the forms of messages are not known before they come
-
-    @property
-    def where(self) -> str:
-        if self.step is None:
-            return "its start"
-        return f"{self.action or 'the end'} of step {self.step}"
-
-
 class Processes:
     """A driver for the one rank of this process. State: its lines to others, and the watch."""
 
@@ -291,10 +280,8 @@ class Processes:
         self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
         self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
         self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
-        self.at = Standing()
         self.watch = place.watch
-        self.watch.where = lambda at=self.at: at.where  # type: ignore[misc]  # it takes nothing
-        self.watch.unforeseen = lambda at=self.at: at.unforeseen  # type: ignore[misc]
+        self.at = self.watch.at
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.runtime import encoding, trees
 from stageline.runtime.ambient import Ambient
@@ -65,6 +66,23 @@ class Shape(NamedTuple):
     def forms(self) -> tuple[Form, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
+    @property
+    def is_of_tensors(self) -> bool:
+        """Whether there is nothing in it but tensors, and None."""
+        return all(leaf is None or isinstance(leaf, Form) for leaf in self.leaves)
+
+    def tensors(self, value: Any) -> list[Tensor]:
+        """Of a value of this shape; raises if it is another than was foreseen."""
+        leaves, tree = trees.flatten(value)
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if tree != self.tree or len(found) != len(self.forms):
+            raise ModelError(
+                f"a {type(value).__name__} is to be sent that has other parts than the one that "
+                "follows from the batch's shapes: a layer has to return the same structure in "
+                "every step, with a tensor or None always in the same places"
+            )
+        return found
+
     def around(self, tensors: Iterable[Tensor | None]) -> Any:
         """The value again, with a tensor for each form."""
         rest = iter(tensors)
@@ -98,7 +116,9 @@ def value_shapes(layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambi
             results = layer.written(result)
             for name, written in zip(layer.writes, results, strict=True):
                 values[Value(number, name)] = written
-                found[Value(number, name)] = Shape.of(written)
+                shape = Shape.of(written)
+                if shape.is_of_tensors:  # other values may change from step to step
+                    found[Value(number, name)] = shape
     return Foreseen(found, "")
 
 

@@ -371,9 +371,6 @@ class Stage:
                 around.enter_context(saved_tensors_hooks(_nothing, self.inner.lacks))
             elif parking and grad and not saves:
                 around.enter_context(saved_tensors_hooks(parking.put, parking.take))
-            weights = self.versions.of(this.version) if self.versions and grad else None
-            # outside of what sees functions: there each look at a tensor is one
-            filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
             # outside of what sees functions: there each look at a tensor is one
             filled = around.enter_context(self._filled(weights, loss_fn, grad=grad))
             around.enter_context(catch or nullcontext())

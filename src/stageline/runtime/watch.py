@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stageline.schedules.action import Action
+
 FAILURE = "failure"
 PAUSE = 0.5  # seconds between two looks
 ANSWER = 2.0  # seconds that the store has for an answer, once something is wrong
@@ -32,6 +34,21 @@ PATIENCE = 600.0  # seconds that a rank may take longer than others for a checkp
 MANY = 64  # ranks; more of them look at each other less often, for the sake of the store
 NO_ANSWER = "the rendezvous' store does not answer: is the network down?"
 Answer = TypeVar("Answer")
+
+
+@dataclass
+class Standing:
+    """Where a rank is, for others to see."""
+
+    step: int | None = None
+    action: Action | None = None
+    unforeseen: str = ""  # from where on the forms of messages are not known before they come
+
+    @property
+    def where(self) -> str:
+        if self.step is None:
+            return "its start"
+        return f"{self.action or 'the end'} of step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,7 @@ class Watch:
     ) -> None:
         self.store, self.names, self.rank, self.limit = store, names, rank, limit
         self.others = [other for other in range(len(names)) if other != rank]
-        self.where: Callable[[], str] = lambda: "its start"
-        self.unforeseen: Callable[[], str] = lambda: ""  # see `Standing`
+        self.at = Standing()
         self.stop: Callable[[], None] = lambda: None  # ends all waits of this process
         self.failure: str | None = None
         self.has_answer = True  # from the store
@@ -98,15 +114,19 @@ class Watch:
             thread.start()
         end = monotonic() + max(START_UP, self.limit)
         missing = self.others
-        try:
-            self._say()
-            while missing and self.failure is None and self.has_answer:
-                missing = [rank for rank in missing if not self.store.check([_at(rank)])]
-                if missing and monotonic() >= end:
-                    raise TimeoutError(", ".join(self.names[rank] for rank in missing))
-                sleep(PAUSE / 10 if missing else 0)
-        except RuntimeError:
-            self.has_answer = False
+        while missing and self.failure is None and self.has_answer:
+            sought = tuple(missing)
+            found = within(
+                max(PAUSE, end - monotonic()),
+                lambda: [rank for rank in sought if self.store.check([_at(rank)])],  # noqa: B023
+            )
+            if found is None:
+                self.has_answer = False
+                return
+            missing = [rank for rank in missing if rank not in found]
+            if missing and monotonic() >= end:
+                raise TimeoutError(", ".join(self.names[rank] for rank in missing))
+            sleep(PAUSE / 10 if missing else 0)
 
     def tell(self, failure: str) -> str:
         """All ranks raise what was told first, also those that fail because of it."""
@@ -116,7 +136,7 @@ class Watch:
 
         if self.failure is None:
             answer = self._ask(ask)
-            self.failure = answer or f"{failure}\n  {self._no_answer()}"
+            self.failure = answer or f"{failure}\n  {no_answer(self.names[0])}"
         return self.failure
 
     def note(self, error: BaseException) -> None:
@@ -204,7 +224,7 @@ class Watch:
         """None if the store does not answer."""
         if not self.has_answer:
             return None
-        return _within(ANSWER if self.is_answered else PAUSE, ask)
+        return within(ANSWER if self.is_answered else PAUSE, ask)
 
     @property
     def holds_store(self) -> bool:
@@ -224,11 +244,12 @@ class Watch:
                 sleep(PAUSE / 10)
 
     def _tell_gone(self, gone: Sequence[int], broken: str) -> str:
-        names = ", ".join(self.names[rank] for rank in gone) or "another rank"
+        names = ", ".join(self.names[rank] for rank in gone)
         words = [text for rank in gone if (text := self._farewell(rank))]
         reasons = "".join(f"\n  {text}" for text in dict.fromkeys(words))
         verb = "are" if len(gone) > 1 else "is"
-        return self.tell(f"{names} {verb} gone: {broken}{reasons}{self.positions()}")
+        who = f"{names} {verb} gone" if names else "a rank cannot be reached"
+        return self.tell(f"{who}: {broken}{reasons}{self.positions()}")
 
     def _farewell(self, rank: int) -> str | None:
         def ask() -> str:
@@ -247,26 +268,30 @@ class Watch:
 
     def _say(self) -> None:
         waits = [wait.what for wait in list(self.waits.values())]
-        where = self.where() + self.notice
-        said = (where, time(), self.tasks, waits, self.is_starting, self.unforeseen())
+        where = self.at.where + self.notice
+        said = (where, time(), self.tasks, waits, self.is_starting, self.at.unforeseen)
         self.store.set(_at(self.rank), json.dumps(said))
 
     def _look(self) -> None:
         next_listen = 0.0
-        while not self.is_over.wait(PAUSE):
+        while True:
             try:
                 self._say()
                 if self.failure is None and self.store.check([FAILURE]):
                     self.failure = self.store.get(FAILURE).decode()
                     self.stop()
                 self.last_answer = monotonic()
-                if self._is_wait_long() and monotonic() >= next_listen:
+                if not self._is_wait_long():
+                    self.heard.clear()  # what was said before a wait is no sign of life in it
+                elif monotonic() >= next_listen:
                     self._note(self._listen())
                     next_listen = monotonic() + PAUSE * (len(self.names) // MANY)
             except RuntimeError:  # the store's own process has ended
                 self.has_answer = False
                 self.stop()
                 return
+            if self.is_over.wait(PAUSE):
+                break
         self._say_farewell()
 
     def _is_wait_long(self) -> bool:
@@ -314,13 +339,6 @@ class Watch:
             f"longer than it should: {how}{self.positions()}"
         )
 
-    def _no_answer(self) -> str:
-        if _has_agent_store():
-            return NO_ANSWER
-        return (
-            f"{NO_ANSWER} It is in the process of {self.names[0]}, which may have ended or stopped."
-        )
-
 
 def _heard(said: tuple[str, float, list[str], list[str], bool, str]) -> Heard:
     where, when, tasks, waits, is_starting, unforeseen = said
@@ -342,12 +360,19 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be shown)"
 
 
+def no_answer(first: str) -> str:
+    """What to say when the store does not answer; `first` is the rank that may hold it."""
+    if _has_agent_store():
+        return NO_ANSWER
+    return f"{NO_ANSWER} It is in the process of {first}, which may have ended or stopped."
+
+
 def _has_agent_store() -> bool:
     """Whether torchrun holds the store, which then outlives the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
     """None if there is no answer in time."""
     answers: list[Answer] = []
 

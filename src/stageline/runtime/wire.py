@@ -138,8 +138,14 @@ def values_forms(shapes: Sequence[Shape]) -> list[Form]:
     return [form for shape in shapes for form in shape.forms]
 
 
-def values_tensors(contents: Mapping[Value, Any], values: Iterable[Value]) -> list[Tensor]:
-    return [tensor for value in values for tensor in trees.tensors(contents[value])]
+def values_tensors(
+    contents: Mapping[Value, Any], values: Sequence[Value], shapes: Sequence[Shape] | None
+) -> list[Tensor]:
+    """In the order of the values; their shapes are checked, if they were foreseen."""
+    if shapes is None:
+        return [tensor for value in values for tensor in trees.tensors(contents[value])]
+    pairs = zip(values, shapes, strict=True)
+    return [tensor for value, shape in pairs for tensor in shape.tensors(contents[value])]
 
 
 def values_again(
