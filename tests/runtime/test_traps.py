@@ -7,7 +7,7 @@ import gc
 import inspect
 import re
 import weakref
-from collections import Counter
+from collections import Counter, UserList
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -96,7 +96,8 @@ class Note(nn.Module):
 
     def __init__(self, what: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.what, self.notes = what, list[Any]()
+        # a list would be state of the layer, in which a recomputation leaves no trace
+        self.what, self.notes = what, UserList[Any]()
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.append(self.what(x))
@@ -549,7 +550,7 @@ class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
-        self.notes: list[object] = []
+        self.notes = UserList[object]()
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.dropout(self.linear(self.norm(x)), 0.3)
