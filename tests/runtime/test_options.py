@@ -408,7 +408,7 @@ def test_gradients_of_gradients_through_an_output_are_refused() -> None:
 
 def test_an_input_that_no_layer_reads_is_refused() -> None:
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
-    with pytest.raises(BatchError, match="by the names mask, but layers read x"):
+    with pytest.raises(BatchError, match="inputs have mask, but layers read only x"):
         pipe.step(torch.randn(4, 6), torch.randn(4, 3), mask=torch.ones(4, 6))
     pipe.close()
 

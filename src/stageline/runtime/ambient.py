@@ -56,8 +56,8 @@ class Ambient:
             around.enter_context(torch.inference_mode())
         if torch.is_grad_enabled() != grad:
             around.enter_context(torch.set_grad_enabled(grad))
-        if grad and _hooks() != self.hooks:
-            around.enter_context(saved_tensors_hooks(*(self.hooks or (_itself, _itself))))
+        if grad and self.hooks is not None and _hooks() != self.hooks:
+            around.enter_context(saved_tensors_hooks(*self.hooks))
         for kind, dtype in self.autocast:
             # its cache of casts is one for all threads, and each that leaves clears it
             around.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
@@ -116,7 +116,3 @@ def _hooks() -> Hooks | None:
     """Those of the innermost `saved_tensors_hooks`, which are the ones that count."""
     found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  there is no public way
     return found
-
-
-def _itself(item: Tensor) -> Tensor:
-    return item
