@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from stageline.arguments import check_size, shown
 from stageline.errors import CostsError
-from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT
+from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT, MOST_STAGES, check_most
 
 PerStage = float | Sequence[float]
 
@@ -92,7 +92,8 @@ class Costs:
         >>> costs.forward, costs.input_grad, costs.transfer
         (0.55, 0.5, 0.05)
         """
-        check_size("chunks_per_rank", chunks_per_rank, error=CostsError)
+        check_size("chunks_per_rank", chunks_per_rank)
+        check_most("chunks_per_rank", chunks_per_rank, MOST_STAGES)
         if unknown := sorted(shares.keys() - {*PER_STAGE, "links"}):
             raise CostsError(
                 f"{shown(unknown[0])} is given, but costs are {', '.join(PER_STAGE)} and links"

@@ -51,7 +51,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch == WHOLE_BATCH else str(self.microbatch)
-        far = self.peer not in (NO_PEER, neighbour(self.stage, self.kind))
+        far = self.peer != NO_PEER and self.peer != neighbour(self.stage, self.kind)
         peer = f">{self.peer}" if far else ""
         version = "" if self.version == NO_VERSION else f"@{self.version}"
         return f"{self.stage}{self.kind}{microbatch}{peer}{version}"
@@ -59,4 +59,6 @@ class Action(NamedTuple):
 
 def neighbour(stage: int, kind: Kind) -> int:
     """The peer that goes without saying: torch's files name none, theirs are always neighbours."""
+    if not isinstance(stage, int):
+        return NO_PEER  # an action that `check` will refuse, and shows
     return stage + 1 if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
