@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import stageline
 from stageline import cli
-from stageline.schedules.build import schedule_names
+from stageline.errors import CostsError
+from stageline.report.summary import number
+from stageline.schedules.build import FAMILIES, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 
@@ -287,3 +293,93 @@ def test_help_shows_an_example_and_lists_every_schedule(
         _, out, _ = run(capsys, command, "--help")
         assert f"stageline {command}" in out
         assert all(name in out for name in schedule_names())
+
+
+NUMBERS = {"forward": 1.3, "input_grad": 0.9, "weight_grad": 0.6, "transfer": 0.05}
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_the_command_line_simulates_the_schedule_that_python_builds_for_the_same_costs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a number for a whole rank, and with a number for each stage."""
+    sizes: dict[str, Any] = {"num_ranks": 3, "num_microbatches": 6}
+    chunks = FAMILIES[name].chunks
+    lists = {cost: [1.0 + 0.1 * stage for stage in range(3 * chunks)] for cost in NUMBERS}
+    for given in (NUMBERS, lists, {}):
+        (tmp_path / "costs.json").write_text(json.dumps(given))
+        csv = str(tmp_path / "x.csv")
+        words = ["-p", "3", "-m", "6", "--costs", str(tmp_path / "costs.json"), "--save", csv]
+        code, out, _ = run(capsys, "simulate", name, *words)
+        costs = stageline.Costs.of_a_rank(chunks, **given)
+        schedule = stageline.build_schedule(name, **sizes, costs=costs if given else None)
+        timeline = stageline.simulate(schedule, costs)
+        assert code == 0
+        assert Schedule.from_csv(csv) == schedule
+        assert out.splitlines()[1].split()[1] == number(timeline.makespan)
+
+
+def test_costs_of_the_wrong_length_are_refused_for_every_schedule() -> None:
+    for name in schedule_names():
+        with pytest.raises(CostsError, match="forward has 5 values, but the schedule has"):
+            stageline.build_schedule(
+                name, num_ranks=3, num_microbatches=6, costs=stageline.Costs(forward=[1] * 5)
+            )
+
+
+COMMAND = [sys.executable, "-m", "stageline"]
+
+
+@pytest.mark.parametrize(
+    "words", [["simulate", "1f1b", "-p", "200", "-m", "9"], ["draw", "gpipe", "-p", "99"]]
+)
+def test_what_is_to_be_saved_is_written_though_nobody_reads_what_is_printed(
+    words: list[str], tmp_path: Path
+) -> None:
+    """As in `stageline simulate … --save x.html | head -3`, with a head that is gone at once."""
+    files = [tmp_path / name for name in ("x.html", "x.svg", "x.json", "x.csv")]
+    saves = [word for path in files for word in ("--save", str(path))]
+    process = subprocess.Popen(
+        [*COMMAND, *words, *saves], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    process.stdout.close()
+    assert process.stderr
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert told.splitlines() == [f"wrote {path}" for path in files]
+    assert all(path.stat().st_size > 1000 for path in files)
+
+
+def test_output_that_is_closed_from_the_start_is_no_error(tmp_path: Path) -> None:
+    line = f"{shlex.join(COMMAND)} draw 1f1b --save {tmp_path / 'x.svg'} >&-"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, f"wrote {tmp_path / 'x.svg'}\n")
+
+
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "draw", "1f1b"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+def test_the_table_is_printed_even_if_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / ("x" * 300 + ".svg")
+    code, out, err = run(capsys, "simulate", "1f1b", "--save", str(target))
+    assert code == cli.BAD_INPUT
+    assert out.startswith("schedule")
+    assert "cannot be written: File name too long" in err
+
+
+def test_ctrl_c_ends_a_search_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stageline.cli.build_schedule", interrupt)
+        assert run(capsys, "draw", "zb_1p") == (130, "", "interrupted\n")

@@ -76,7 +76,6 @@ def test_a_thousand_ranks_are_within_the_limits() -> None:
     schedule = sl.build_schedule("1f1b", num_ranks=1_000, num_microbatches=4)
     timeline = sl.simulate(schedule)
     assert timeline.makespan == 3 * (4 + 999)
-    assert len(str(timeline).splitlines()) > 1_000
 
 
 def test_time_grows_with_the_ranks_and_not_with_their_square() -> None:

@@ -80,3 +80,46 @@ def test_what_cannot_be_verified_is_told(reference: str, message: str) -> None:
     result = CliRunner().invoke(app, ["verify", reference])
     assert isinstance(result.exception, ModelError)
     assert message in str(result.exception)
+
+
+BROKEN_MODULES = {
+    "raises": ("raise ValueError('no weights\\nhere')", "ValueError was raised when raises was im"),
+    "exits": ("raise SystemExit(3)", "SystemExit was raised when exits was imported: 3 ("),
+    "typo": ("def build(: pass", "SyntaxError was raised when typo was imported: invalid syntax ("),
+    "needy": ("import not_installed", "No module named 'not_installed' ("),
+    "fails": (
+        "def build(): return 1 / 0",
+        "ZeroDivisionError was raised when fails:build was call",
+    ),
+    "empty": ("", "module 'empty' has no function 'build'"),
+    "odd": (
+        "def __getattr__(name): raise OSError('x')",
+        "OSError was raised when odd was imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_MODULES)
+def test_a_module_that_raises_is_told_in_a_line_with_the_place(name: str, folder: Path) -> None:
+    code, message = BROKEN_MODULES[name]
+    (folder / f"{name}.py").write_text(code)
+    for command in ("verify", "profile"):
+        result = CliRunner().invoke(app, [command, f"{name}:build"])
+        assert isinstance(result.exception, ModelError)
+        assert message in str(result.exception)
+        assert "\n" not in str(result.exception)
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "reference", ["../x:y", "/tmp/x.py:build", "a b:c", "..:x", "no.such.module:build", "x\0:y"]
+)
+def test_what_is_no_module_of_this_folder_is_refused(reference: str) -> None:
+    result = CliRunner().invoke(app, ["verify", reference])
+    assert isinstance(result.exception, ModelError)
+
+
+def test_a_file_of_this_folder_may_be_named_as_a_path() -> None:
+    for reference in ("users_model.py:build", "./users_model.py:build"):
+        words = ["verify", reference, "gpipe", "--backend", "serial"]
+        assert CliRunner().invoke(app, words).exit_code == 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import sys
@@ -52,3 +57,66 @@ def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
     ended = stageline("run", str(tmp_path / "nothing.py"))
     assert ended.returncode == 2
     assert "nothing.py is not there, but has to be a Python script" in ended.stderr
+
+
+WAITING = """
+import os, signal, sys, time
+if "--stubborn" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_ends_all_processes_and_says_one_line(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITING)
+    command = [
+        sys.executable,
+        "-c",
+        "from stageline.cli import main; main()",
+        "run",
+        "--ranks",
+        "2",
+    ]
+    process = subprocess.Popen(
+        ["env", "--default-signal=INT", *command, str(script), "--stubborn"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    pids: list[int] = []
+    try:
+        assert process.stdout
+        while len(pids) < 2:
+            pids += [int(found) for found in re.findall(r"pid (\d+)", process.stdout.readline())]
+        os.killpg(process.pid, number)
+        told, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert told == f"{number.name}: all ranks were stopped\n"
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    finally:
+        for pid in (process.pid, *pids):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_process_that_is_killed_is_told_with_its_signal(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, time\n"
+        "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(99)\n"
+    )
+    ended = stageline("run", "--ranks", "2", str(script))
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"error: rank 1 of {script} was killed by signal 9 (SIGKILL), and the others were stopped: "
+        "what it said is above\n"
+    )
