@@ -146,7 +146,7 @@ NOTHING: tuple[Any, ...] = (None, 3, 1.5, "x", b"x", [], [None], {}, object(), f
 SCHEDULE = sl.build_schedule("1f1b", num_ranks=2, num_microbatches=2)
 
 
-@pytest.mark.parametrize("value", NOTHING, ids=repr)
+@pytest.mark.parametrize("value", NOTHING, ids=lambda value: type(value).__name__)
 def test_values_of_any_type_are_told_at_the_door(value: Any) -> None:
     def but(*fitting: object, other: Any = None) -> Any:
         """The value, or another one where this would do."""
