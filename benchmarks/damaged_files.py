@@ -43,9 +43,14 @@ NUMBERS = (
     *("0", "-1", "-0.0", "1e308", "1e-308", "1e309", "-1e308", "NaN", "Infinity", "-Infinity"),
     *("5e-324", "1e60", "1e-60", "1e61", "99999999999", "100000000000000", "1000000000"),
     *("9" * 5000, "0." + "0" * 5000 + "1", "1e99999", "2147483648", "9223372036854775808"),
-    *("true", "false", "null", '"1"', "1_000", "0x10", "01", "1.5"),
+    *("true", "false", "null", '"1"', "0x10", "01", "1.5"),
 )
-LARGE = ("10001", "65536", "100001")  # sizes of which some can be worked with, and take a while
+LARGE = (
+    "1_000",
+    "10001",
+    "65536",
+    "100001",
+)  # sizes of which some can be worked with, and take a while
 WORDS = (
     "links",
     "forward",
