@@ -373,9 +373,9 @@ def other_json(data: bytes, rng: random.Random) -> bytes:
     """A value of another type, a key less, a key twice, or one more."""
     try:
         value = json.loads(data)
+        places = list(places_in(value))
     except (ValueError, RecursionError):
         return other_number(data, rng)
-    places = list(places_in(value))
     holder, key = rng.choice(places) if places else ([value], 0)
     choice = rng.randrange(5)
     if choice == 0 and isinstance(holder, dict):
@@ -396,11 +396,12 @@ def other_json(data: bytes, rng: random.Random) -> bytes:
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every holder with each of its keys."""
+    if not isinstance(value, dict | list):
+        return
     keys = value.keys() if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield value, key
-        if isinstance(value[key], dict | list):
-            yield from places_in(value[key])
+        yield from places_in(value[key])
 
 
 def large(data: bytes, rng: random.Random) -> bytes:

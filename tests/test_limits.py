@@ -20,10 +20,12 @@ from stageline.launch import launch
 from stageline.planning.pipedream import partition
 from stageline.planning.pipedream_graph import parse_graph
 from stageline.planning.profile import LayerCost, Measurement, Profile
+from stageline.planning.repeat import repeated
 
 LAYER = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
 PROFILE = Profile(("a", "b"), (Measurement(1, (LAYER, LAYER), ()),))
 CLUSTER = sl.Cluster(2, "1GiB")
+MODEL, SAMPLE = nn.Linear(2, 2), torch.ones(4, 2)
 GRAPH = parse_graph(
     "node1 -- Linear -- forward_compute_time=1, backward_compute_time=1, activation_size=1, "
     "parameter_size=1"
@@ -101,6 +103,10 @@ def test_searches_clusters_and_plans_have_limits_too(size: int, tmp_path: Path) 
         lambda: sl.plan(PROFILE, CLUSTER, batch_size=size),
         lambda: PROFILE.at(size),
         lambda: partition(GRAPH, size),
+        lambda: repeated(PROFILE, (size, 1)),
+        lambda: sl.profile(MODEL, SAMPLE, sizes=[size]),
+        lambda: sl.profile(MODEL, SAMPLE, ranks=size),
+        lambda: sl.estimate(MODEL, SAMPLE, flops=1e9, bandwidth=1e9, sizes=[1, size]),
         lambda: launch(script, [], size),
         lambda: launch(script, [], 2, max_restarts=size),
     ):

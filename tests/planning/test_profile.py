@@ -554,7 +554,7 @@ def edited(**changes: Any) -> Any:
     [
         (edited(forward=-1), r"forward: .* greater than or equal to 0 \(it is -1\)"),
         (edited(forward=float("inf")), r"forward: .* finite"),
-        (edited(forward="slow"), r"forward: .* valid number"),
+        (edited(forward="slow"), r"forward: input should be a number"),
         (edited(forward=None), "forward: field required"),
         (edited(backward=1), "backward: unexpected keyword argument"),
         (edited() | {"names": ["a", "b"]}, "2 layers have names, but 1 have costs"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
 
+from stageline.arguments import check_arguments
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.pace import period_of
@@ -68,6 +69,7 @@ def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
 
     Of an asynchronous schedule, each of them has to have five mini-batches or more.
     """
+    check_arguments(explain, locals(), PlanError)
     for timeline in timelines:
         if timeline.placement != plan.schedule.placement or not timeline.makespan:
             raise PlanError("a timeline is not of a step of this plan's pipeline: trace one of its")

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from stageline.arguments import check_size
 from stageline.errors import PlanError
+from stageline.limits import MOST_PROCESSES, check_most
 from stageline.model.layers import LayerSequence
 from stageline.planning.activations import kept_bytes
 from stageline.planning.assemble import Times, measurement, tied_weights
@@ -87,8 +89,8 @@ def profile(
 
 def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
     for name, count in (("repeats", repeats), ("ranks", ranks)):
-        if type(count) is not int or count < 1:
-            raise PlanError(f"{name} is {count!r}, but has to be a whole number from 1 up")
+        check_size(name, count, error=PlanError)
+        check_most(name, count, MOST_PROCESSES, error=PlanError)
     for layer in layers:
         if any(tensor.is_meta for tensor in layer.module.parameters()):
             raise PlanError(

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from stageline.arguments import check_arguments, shown
 from stageline.errors import PlanError
+from stageline.limits import MOST_LAYERS, check_most
 from stageline.planning.profile import Measurement, Profile, Tied, ValueCost
 
 
@@ -32,11 +34,13 @@ def repeated(profile: Profile, counts: Sequence[int]) -> Profile:
     >>> [(value.writer, value.readers) for value in deep.measurements[0].values]
     [(-1, (0, 1, 2)), (0, (1,)), (1, (2,)), (2, (3,))]
     """
+    check_arguments(repeated, locals(), PlanError)
     if len(counts) != len(profile.names) or min(counts) < 1:
         raise PlanError(
-            f"counts is {tuple(counts)}, but needs a number of 1 or more for each of "
+            f"counts is {shown(tuple(counts))}, but needs a number of 1 or more for each of "
             f"{len(profile.names)} layers"
         )
+    check_most("the number of layers", sum(counts), MOST_LAYERS, error=PlanError)
     starts = list(accumulate(counts, initial=0))
     places = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
     for weight in profile.tied:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageline.arguments import shown
 from stageline.errors import PlanError
+from stageline.limits import MOST_SAMPLES, check_most
 from stageline.runtime import microbatches, trees
 
 
@@ -24,8 +26,10 @@ def checked_sizes(sizes: Sequence[int] | None, *batches: Any) -> list[int]:
     found = list(sizes) if isinstance(sizes, Sequence) else []
     if not found or not all(type(size) is int and size > 0 for size in found):
         raise PlanError(
-            f"sizes is {sizes!r}, but has to hold numbers of samples from 1 up, such as (1, 2, 4)"
+            f"sizes is {shown(sizes)}, but has to hold numbers of samples from 1 up, such as "
+            "(1, 2, 4)"
         )
+    check_most("the largest of sizes", max(found), MOST_SAMPLES, error=PlanError)
     return sorted(set(found))
 
 
