@@ -1,6 +1,6 @@
 """sl.fit on 2, 3 and 4 processes, with every pair of save_every and report_every from 1 to 10.
 
-    python benchmarks/fit_pairs.py                                 900 runs, about half an hour
+    python benchmarks/fit_pairs.py              900 runs, 40 minutes on two busy cores
     python benchmarks/fit_pairs.py --ranks 2 --form background     100 of them
 
 Every run trains 20 steps and saves in the background ("background", as `fit` does), waits for each

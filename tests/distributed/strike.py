@@ -1,7 +1,7 @@
 """Let a fault strike one rank of three, and see how the others end.
 
 The time is taken at the very end of a program, before the interpreter takes itself apart: with
-torch that takes 0.3 s on a machine at rest, and several on a busy one.
+torch that took 3 to 4 s on a machine that was busy with other things.
 """
 
 from __future__ import annotations
