@@ -7,7 +7,7 @@ less than 1 GiB of memory. Tries run in a worker process with a limit on its add
 dies or is too late, that try has failed, and another worker goes on with the next one. A try is
 known by its number: `--only 1234` repeats it, whatever the others were.
 
-    python benchmarks/damaged_files.py                  100,000 tries, about twenty minutes
+    python benchmarks/damaged_files.py                  105,000 tries, about half an hour
     python benchmarks/damaged_files.py --only 1234      one of them again, with its file shown
 """
 
@@ -552,6 +552,10 @@ class Worker:
         self._start()
         return Outcome("?", verdict, PATIENCE)
 
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
     def _end(self) -> None:
         self.process.kill()
         self.process.join()
@@ -559,7 +563,7 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tries", type=int, default=100_000)
+    parser.add_argument("--tries", type=int, default=105_000)
     parser.add_argument("--first", type=int, default=0, help="The number of the first try.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="One try, with its file and error shown.")
@@ -585,6 +589,7 @@ def main() -> int:
             print(f"{done:,} tries, {rate:.0f} a second, {len(failures)} failures", flush=True)
         if len(failures) >= given.failures:
             break
+    worker.close()
     print(f"\n{'kind':>10}  {'results':>8}  {'errors':>8}  {'failures':>8}")
     for kind in (*KINDS, OPTIONS, "?"):
         row = [counts[kind, verdict] for verdict in ("result", "error", "FAILED")]
