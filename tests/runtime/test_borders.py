@@ -116,23 +116,20 @@ BORDERS = [
 
 @pytest.mark.parametrize("make", BORDERS, ids=lambda make: make.__name__)
 def test_gradients_keep_their_strides_at_a_border(make: Callable[[], Case]) -> None:
-    for schedule in SCHEDULES:
-        for backend in ("serial", "threads"):
-            for recompute in ("never", "always"):
-                torch.manual_seed(3)
-                layers, x, y = make()
-                pipe = Pipeline(
-                    layers,
-                    mse_loss,
-                    num_ranks=4,
-                    num_microbatches=8,
-                    schedule=schedule,
-                    backend=backend,
-                    recompute=recompute,
-                )
-                for _ in range(2):  # the second time layers that work in place are known
-                    pipe.verify(x, y)
-                pipe.close()
+    ways = [(schedule, "serial", "never") for schedule in SCHEDULES]
+    ways += [
+        ("1f1b", "threads", "always"),
+        ("zbv", "threads", "always"),
+        ("zbv", "threads", "never"),
+    ]
+    for schedule, backend, recompute in ways:
+        torch.manual_seed(3)
+        layers, x, y = make()
+        options: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": schedule}
+        pipe = Pipeline(layers, mse_loss, backend=backend, recompute=recompute, **options)
+        for _ in range(2):  # the second time layers that work in place are known
+            pipe.verify(x, y)
+        pipe.close()
 
 
 class Cross(nn.Module):

@@ -241,13 +241,13 @@ def test_a_shape_comes_back_from_its_description() -> None:
 
 
 def test_no_source_file_reads_or_writes_pickles() -> None:
-    """Torch does inside of its checkpoint module, between processes that save; see docs."""
+    """Ranks and files may come from others, and such data runs code when it is read."""
     words = r"pickle|dill|marshal|shelve|_object_list|gather_object|torch\.load\(|torch\.save\("
     words += r"|\beval\(|\bexec\(|send_object|recv_object|treespec_loads|rpc_sync"
     found = [
         f"{path.relative_to(SOURCE)}: {line.strip()}"
         for path in sorted(SOURCE.rglob("*.py"))
         for line in path.read_text().splitlines()
-        if re.search(words, line) and not re.search(r"\.eval\(|def eval\(", line)
+        if re.search(words, line) and not re.search(r"\.eval\(|def eval\(|`eval\(", line)
     ]
     assert not found

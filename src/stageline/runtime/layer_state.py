@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.errors import ModelError
 from stageline.runtime.in_place import version_of
@@ -64,9 +65,11 @@ class LayerState:
     one begins to draw shows at the end of the step.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, has_norms: bool = False) -> None:
+        """`has_norms`: with torch's own BatchNorm, whose statistics have rules of their own."""
         self.modules = list(modules)
-        self.parts = [part for module in self.modules for part in module.modules()]
+        parts = (part for module in self.modules for part in module.modules())
+        self.parts = [p for p in parts if has_norms or not _is_norm(p)]
         self.moving: set[tuple[int, str]] | None = None  # None: it has not run yet
         self.draws: bool | None = None  # from the generators of the host; None: not known
 
@@ -111,7 +114,7 @@ class LayerState:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Let forwards run on copies, and put everything back afterwards."""
-        before = LayerState(self.modules).before()  # with copies of all tensors
+        before = LayerState(self.modules, has_norms=True).before()  # with copies of all tensors
         known = {_key((seen.where, seen.name)) for seen in before.places}
         with as_it_was(before):
             try:
@@ -194,6 +197,10 @@ def are_same(one: HostGenerators, other: HostGenerators) -> bool:
 def _host_token(states: HostGenerators) -> object:
     python, (kind, keys, *rest) = states
     return python, kind, keys.tobytes(), rest
+
+
+def _is_norm(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and is_of_torch(part)
 
 
 def _key(place: Place) -> tuple[int, str]:

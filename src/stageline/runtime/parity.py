@@ -184,16 +184,24 @@ def compare(
                 if difference := _difference(whose, *pair, stage):
                     return difference
     last = len(cut) - 1
-    if cut[last]:
-        for leaf, gradient in found.outside.items():
-            name = f"a weight of shape {tuple(leaf.shape)} that is in no layer, but in the loss"
-            if difference := _difference(name, gradient, wanted.outside[leaf], last):
-                return difference
+    named = list(_outside_pairs(found, wanted)) if cut[last] else []
     for microbatch, loss in found.losses.items():
-        name = f"the loss of micro-batch {microbatch}"
-        if difference := _difference(name, loss, wanted.losses[microbatch], last):
-            return difference
-    return None
+        named.append((f"the loss of micro-batch {microbatch}", loss, wanted.losses[microbatch]))
+    differences = (_difference(name, tensor, other, last) for name, tensor, other in named)
+    return next((difference for difference in differences if difference), None)
+
+
+def _outside_pairs(
+    found: Outcome, wanted: Outcome
+) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Yield gradients of weights that are in no layer.
+
+    A forward may make leaves of its own, which are others each time; only parameters count.
+    """
+    for leaf, gradient in found.outside.items():
+        if isinstance(leaf, nn.Parameter):
+            name = f"a weight of shape {tuple(leaf.shape)} that is in no layer, but in the loss"
+            yield name, gradient, wanted.outside[leaf]
 
 
 def _difference(name: str, found: Tensor | None, wanted: Tensor | None, stage: int) -> str | None:

@@ -213,7 +213,7 @@ def _is_container(node: Any) -> bool:
 
 
 def _has_nothing_hidden(kind: type[Any]) -> bool:
-    """Whether an instance is no larger than its items, attributes and slots need, as pickle asks.
+    """Whether an instance is no larger than its items, attributes and slots need.
 
     What a class written in C holds beside them would be lost.
     """

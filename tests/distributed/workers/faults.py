@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.optim import SGD
 
 import stageline as sl
+from stageline.checkpoint import load as load_module
+from stageline.checkpoint import save as save_module
 from stageline.runtime import mesh, watch
 from stageline.training import fit as fitting
 
@@ -117,7 +115,7 @@ def in_evaluation(fault: Fault, _: Path) -> None:
 
 def in_save(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
-    patched(HuggingFaceStorageWriter, "write_data", fault)
+    patched(save_module, "write", fault)
     sl.save(folder, pipe, optimizer, step=2)
     step(pipe, 1)
 
@@ -132,7 +130,7 @@ def before_save(fault: Fault, folder: Path) -> None:
 def in_background_save(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
     if fault.kind != "exit":  # of the thread alone, that is no end
-        patched(HuggingFaceStorageWriter, "write_data", fault)
+        patched(save_module, "write", fault)
     saving = sl.save(folder, pipe, optimizer, step=2, wait=False)
     if fault.kind == "exit":
         fault()
@@ -143,7 +141,7 @@ def in_background_save(fault: Fault, folder: Path) -> None:
 def in_load(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
     sl.save(folder, pipe, optimizer, step=2)
-    patched(HuggingFaceStorageReader, "read_data", fault)
+    patched(load_module, "_prepared", fault)
     sl.load(folder, pipe, optimizer)
     step(pipe, 1)
 
