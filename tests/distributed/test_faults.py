@@ -51,9 +51,9 @@ def test_one_rank_that_saves_alone_is_told_who_does_not_take_part(tmp_path: Path
     "where",
     [
         "first step",
-        "write_data",
+        "write",
         pytest.param("pipeline", marks=pytest.mark.slow),
-        pytest.param("read_data", marks=pytest.mark.slow),
+        pytest.param("read", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_starts_late_or_takes_long_for_a_checkpoint_is_waited_for(
