@@ -23,10 +23,10 @@ from rich.table import Table
 
 import stageline as sl
 from stageline.errors import ScheduleError
-from stageline.planning.layouts import Task
-from stageline.planning.outcome import Found
-from stageline.planning.search import FOUND_BY_SEARCH
-from stageline.planning.ways import SCHEDULES, Ways, built
+from stageline.planning.search.layouts import Task
+from stageline.planning.search.outcome import Found
+from stageline.planning.search.search import FOUND_BY_SEARCH
+from stageline.planning.search.ways import SCHEDULES, Ways, built
 from stageline.verification import Case
 from stageline.zoo.for_planning import CASES, profiled
 

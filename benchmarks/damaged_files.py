@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 from typer.main import get_command
 
 import stageline as sl
-from stageline.planning.pipedream import partition
-from stageline.planning.pipedream_graph import read_graph, to_profile
-from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.partition.pipedream import partition
+from stageline.planning.partition.pipedream_graph import read_graph, to_profile
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
 
 SECONDS, BYTES = 5.0, 2**30
 PATIENCE = 60.0  # seconds for a try that does not end, on a machine that has other things to do

@@ -28,10 +28,10 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import stageline as sl
-from stageline.planning.cluster import Cluster
-from stageline.planning.profile import Measurement, Profile
-from stageline.planning.repeat import repeated
-from stageline.planning.stages import Cut, Machines, stage_costs, states_of
+from stageline.planning.cluster.cluster import Cluster
+from stageline.planning.partition.stages import Cut, Machines, stage_costs, states_of
+from stageline.planning.profiling.profile import Measurement, Profile
+from stageline.planning.profiling.repeat import repeated
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d
 from stageline.zoo.transformer import transformer as layers_of_transformer

@@ -17,8 +17,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.executor import Message, Parcel
-from stageline.runtime.processes import Incoming, Processes
+from stageline.runtime.backends.processes.driver import Incoming, Processes
+from stageline.runtime.engine.loop import Message, Parcel
 from stageline.zoo.emulated import Occupy
 
 LATENCY, FORWARD = 0.020, 0.010  # seconds

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 import stageline as sl
-from stageline.runtime.options import RECOMPUTE
+from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.zoo.cases import (
     BACKENDS,
     CASES,

@@ -13,8 +13,8 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from stageline.planning.partition import split
-from stageline.planning.placed import split_placed
+from stageline.planning.partition.partition import split
+from stageline.planning.partition.placed import split_placed
 from stageline.schedules.placement import loop, wave
 
 NUM_LAYERS, NUM_STAGES = 2000, 256

@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 
 import stageline as sl
-from stageline.planning.cluster import Level
-from stageline.planning.repeat import repeated
+from stageline.planning.cluster.cluster import Level
+from stageline.planning.profiling.repeat import repeated
 from stageline.zoo.gpt import loss
 from stageline.zoo.transformer import transformer
 

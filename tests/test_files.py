@@ -18,8 +18,8 @@ import stageline as sl
 from stageline import cli
 from stageline.errors import CostsError, PlanError, ScheduleError
 from stageline.files import read_bytes, read_json, read_text, write_text
-from stageline.planning.pipedream_graph import parse_graph, read_graph
-from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.partition.pipedream_graph import parse_graph, read_graph
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
 from stageline.schedules import csv
 
 READERS: dict[str, Callable[[Any], object]] = {

@@ -17,10 +17,10 @@ import stageline as sl
 from stageline import cli
 from stageline.arguments import check_arguments, shown
 from stageline.launch import launch
-from stageline.planning.pipedream import partition
-from stageline.planning.pipedream_graph import parse_graph
-from stageline.planning.profile import LayerCost, Measurement, Profile
-from stageline.planning.repeat import repeated
+from stageline.planning.partition.pipedream import partition
+from stageline.planning.partition.pipedream_graph import parse_graph
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
+from stageline.planning.profiling.repeat import repeated
 
 LAYER = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
 PROFILE = Profile(("a", "b"), (Measurement(1, (LAYER, LAYER), ()),))

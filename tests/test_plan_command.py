@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import stageline as sl
 from stageline.cli import app
-from stageline.planning.cluster import Level
+from stageline.planning.cluster.cluster import Level
 
 MODEL = """
 import torch

@@ -26,7 +26,7 @@ from torch.optim import SGD
 
 import stageline as sl
 from stageline.report.timeline import Timeline
-from stageline.schedules.stream import streamed
+from stageline.schedules.program.stream import streamed
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, MINIBATCHES = 4, 4, 32

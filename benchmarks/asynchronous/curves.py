@@ -20,7 +20,7 @@ from benchmarks.asynchronous.outcome import (
     shared_rate,
 )
 
-from stageline.report.frame import ticks
+from stageline.report.svg.frame import ticks
 
 # Okabe and Ito's palette, as in report/palette.py
 COLOURS = {

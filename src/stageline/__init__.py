@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from stageline.model.layers import Layer as Layer
     from stageline.model.layers import LayerSequence as LayerSequence
     from stageline.pipeline import Pipeline as Pipeline
-    from stageline.planning.cluster import Cluster as Cluster
-    from stageline.planning.cluster import Device as Device
-    from stageline.planning.cluster import Level as Level
-    from stageline.planning.estimate import estimate as estimate
+    from stageline.planning.cluster.cluster import Cluster as Cluster
+    from stageline.planning.cluster.cluster import Device as Device
+    from stageline.planning.cluster.cluster import Level as Level
+    from stageline.planning.cluster.links import measure_links as measure_links
     from stageline.planning.explain import explain as explain
-    from stageline.planning.links import measure_links as measure_links
-    from stageline.planning.measure import profile as profile
     from stageline.planning.plan import Plan as Plan
-    from stageline.planning.profile import Profile as Profile
-    from stageline.planning.rates import measure_rates as measure_rates
-    from stageline.planning.search import plan as plan
+    from stageline.planning.profiling.estimate import estimate as estimate
+    from stageline.planning.profiling.measure import profile as profile
+    from stageline.planning.profiling.profile import Profile as Profile
+    from stageline.planning.profiling.rates import measure_rates as measure_rates
+    from stageline.planning.search.search import plan as plan
     from stageline.report.timeline import Timeline as Timeline
-    from stageline.runtime.result import StepResult as StepResult
+    from stageline.runtime.engine.result import StepResult as StepResult
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
     from stageline.schedules.build import build_schedule as build_schedule
     from stageline.schedules.build import schedule_names as schedule_names
     from stageline.schedules.check import check as check
-    from stageline.schedules.lower import lower as lower
-    from stageline.schedules.program import Program as Program
+    from stageline.schedules.program.lower import lower as lower
+    from stageline.schedules.program.program import Program as Program
     from stageline.schedules.schedule import Schedule as Schedule
     from stageline.schedules.search.search import search_schedule as search_schedule
     from stageline.simulation.simulate import simulate as simulate
@@ -59,42 +59,42 @@ _HOMES = {
     "Action": "schedules.action",
     "BatchError": "errors",
     "CheckpointError": "errors",
-    "Cluster": "planning.cluster",
+    "Cluster": "planning.cluster.cluster",
     "Costs": "costs",
     "CostsError": "errors",
-    "Device": "planning.cluster",
+    "Device": "planning.cluster.cluster",
     "Kind": "schedules.action",
     "Layer": "model.layers",
     "LayerSequence": "model.layers",
-    "Level": "planning.cluster",
+    "Level": "planning.cluster.cluster",
     "Link": "costs",
     "ModelError": "errors",
     "ParityError": "errors",
     "Pipeline": "pipeline",
     "Plan": "planning.plan",
     "PlanError": "errors",
-    "Profile": "planning.profile",
-    "Program": "schedules.program",
+    "Profile": "planning.profiling.profile",
+    "Program": "schedules.program.program",
     "ReportError": "errors",
     "Schedule": "schedules.schedule",
     "ScheduleError": "errors",
     "StageError": "errors",
     "StagelineError": "errors",
-    "StepResult": "runtime.result",
+    "StepResult": "runtime.engine.result",
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",
-    "estimate": "planning.estimate",
+    "estimate": "planning.profiling.estimate",
     "explain": "planning.explain",
     "export": "checkpoint.export",
     "fit": "training.fit",
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
-    "lower": "schedules.lower",
-    "measure_links": "planning.links",
-    "measure_rates": "planning.rates",
-    "plan": "planning.search",
-    "profile": "planning.measure",
+    "lower": "schedules.program.lower",
+    "measure_links": "planning.cluster.links",
+    "measure_rates": "planning.profiling.rates",
+    "plan": "planning.search.search",
+    "profile": "planning.profiling.measure",
     "save": "checkpoint.save",
     "schedule_names": "schedules.build",
     "search_schedule": "schedules.search.search",

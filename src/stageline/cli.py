@@ -33,7 +33,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
 if TYPE_CHECKING:
-    from stageline.planning.profile import Profile
+    from stageline.planning.profiling.profile import Profile
 
 
 class Commands(TyperGroup):
@@ -366,10 +366,10 @@ def plan(
     [b]sl.Pipeline(model, loss_fn, plan=sl.Plan.load("plan.json"))[/b] takes it.
     """
     with _loading():
-        from stageline.planning.cluster import Cluster  # noqa: PLC0415
-        from stageline.planning.profile import Profile  # noqa: PLC0415
-        from stageline.planning.search import plan as search  # noqa: PLC0415
-        from stageline.planning.ways import SCHEDULES  # noqa: PLC0415
+        from stageline.planning.cluster.cluster import Cluster  # noqa: PLC0415
+        from stageline.planning.profiling.profile import Profile  # noqa: PLC0415
+        from stageline.planning.search.search import plan as search  # noqa: PLC0415
+        from stageline.planning.search.ways import SCHEDULES  # noqa: PLC0415
     if cluster is None and (devices is None or memory is None):
         raise PlanError("there is no cluster, but one is needed: --devices and --memory, or a file")
     _check_target(save)
@@ -426,7 +426,7 @@ def _profile_links(ranks: int, memory: str | None, path: Path) -> None:
         )
     with _loading():
         from stageline.launch import launch_module  # noqa: PLC0415
-        from stageline.planning.cluster import Device  # noqa: PLC0415
+        from stageline.planning.cluster.cluster import Device  # noqa: PLC0415
     given = ["--memory", str(Device(memory).memory_bytes)] if memory else []
     with _stopped_in_a_line():
         launch_module("stageline", ["profile", "--links", "--save", str(path), *given], ranks)
@@ -451,7 +451,7 @@ def _take_part(memory: str | None, path: Path) -> None:
     with _loading(console):
         import torch.distributed as dist  # noqa: PLC0415
 
-        from stageline.planning.links import measure_links  # noqa: PLC0415
+        from stageline.planning.cluster.links import measure_links  # noqa: PLC0415
     with console.status("waiting for the other ranks"):
         dist.init_process_group("gloo")
     try:
@@ -466,7 +466,7 @@ def _take_part(memory: str | None, path: Path) -> None:
 
 def _profiled(model: str, ranks: int) -> Profile:
     with _loading():
-        from stageline.planning.measure import profile as measure  # noqa: PLC0415
+        from stageline.planning.profiling.measure import profile as measure  # noqa: PLC0415
         from stageline.reference import call  # noqa: PLC0415
         from stageline.verification import Case  # noqa: PLC0415
     case = Case.of(call(model))
@@ -648,7 +648,7 @@ def _print(*parts: Any) -> None:
 
 def _print_grid(timeline: Timeline) -> None:
     if sys.stdout.isatty():
-        from stageline.report.terminal import coloured  # noqa: PLC0415  not needed in a pipe
+        from stageline.report.text.terminal import coloured  # noqa: PLC0415  not needed in a pipe
 
         console = Console()
         _print(coloured(timeline, console.width, max(8, console.height - 1)))

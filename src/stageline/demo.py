@@ -27,9 +27,9 @@ from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.planning.explain import median_costs, usual
 from stageline.report.summary import percent
-from stageline.report.svg import stacked
-from stageline.report.terminal import coloured
-from stageline.report.text import plain
+from stageline.report.svg.drawing import stacked
+from stageline.report.text.grid import plain
+from stageline.report.text.terminal import coloured
 from stageline.report.timeline import Timeline
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate

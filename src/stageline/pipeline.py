@@ -22,36 +22,59 @@ from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
 from stageline.planning.plan import Plan, planned
-from stageline.planning.profile import Profile
+from stageline.planning.profiling.profile import Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
 from stageline.report.spans import Unmeasured
 from stageline.report.timeline import Timeline
-from stageline.runtime import engine, measured, microbatches, trees
-from stageline.runtime.ambient import Ambient
-from stageline.runtime.batch_norm import MODES as BATCH_NORM
-from stageline.runtime.connect import connected
+from stageline.runtime import trees
+from stageline.runtime.backends.processes.agreement import signature
+from stageline.runtime.backends.processes.collectives import Alone, Group, Peers, local
+from stageline.runtime.backends.processes.driver import Processes
+from stageline.runtime.backends.processes.groups import find_place
+from stageline.runtime.backends.threads import Driver, Serial, Threads, run_once
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.doubles import Unchanged
-from stageline.runtime.drivers import Driver, Serial, Threads, run_once
-from stageline.runtime.executor import Executor, Purpose, Step, Stream, Trace
-from stageline.runtime.guard import Guard
-from stageline.runtime.late_clipping import LateClipping, clip_factor, norm_of, total_norm
-from stageline.runtime.layer_state import HostGenerators, are_same, host_generators
-from stageline.runtime.materialise import Init, check_filled, materialise
-from stageline.runtime.mesh import find_place
-from stageline.runtime.microbatches import pair
-from stageline.runtime.move import (
-    Luggage,
-    Options,
-    check_optimizer,
-    check_room,
-    exchange,
-    moves_of,
-    options_of,
-    to_devices,
+from stageline.runtime.engine import autograd as engine
+from stageline.runtime.engine import microbatches
+from stageline.runtime.engine import recorder as measured
+from stageline.runtime.engine.joined_output import connected
+from stageline.runtime.engine.loop import Executor, Purpose, Step, Stream, Trace
+from stageline.runtime.engine.microbatches import pair
+from stageline.runtime.engine.offload import host_memory
+from stageline.runtime.engine.result import StepResult
+from stageline.runtime.engine.stage import Stage, Target
+from stageline.runtime.engine.streaming import finished
+from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
+from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.hidden_weights import (
+    SharedBuffers,
+    check_shared_norms,
+    check_tensors,
 )
-from stageline.runtime.offload import host_memory
-from stageline.runtime.options import (
+from stageline.runtime.exactness.layer_state import HostGenerators, are_same, host_generators
+from stageline.runtime.exactness.parity import (
+    Outcome,
+    compare,
+    detached,
+    left_as_it_was,
+    plain_step,
+    without_gradients,
+)
+from stageline.runtime.exactness.tied_weights import TiedWeights
+from stageline.runtime.exactness.weight_aliases import Unchanged
+from stageline.runtime.optimizers.divergence import Guard
+from stageline.runtime.optimizers.late_clipping import (
+    LateClipping,
+    clip_factor,
+    norm_of,
+    total_norm,
+)
+from stageline.runtime.optimizers.stage_optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    StageOptimizer,
+    Stepper,
+)
+from stageline.runtime.placement.checks import (
     ACCUMULATE,
     BACKENDS,
     check_choice,
@@ -62,32 +85,21 @@ from stageline.runtime.options import (
     recompute_modes,
     schedule_of,
 )
-from stageline.runtime.parity import (
-    Outcome,
-    compare,
-    detached,
-    left_as_it_was,
-    plain_step,
-    without_gradients,
+from stageline.runtime.placement.materialise import Init, check_filled, materialise
+from stageline.runtime.placement.move_layers import (
+    Luggage,
+    Options,
+    check_optimizer,
+    check_room,
+    exchange,
+    moves_of,
+    options_of,
+    to_devices,
 )
-from stageline.runtime.peers import Alone, Group, Peers, local
-from stageline.runtime.processes import Processes
-from stageline.runtime.result import StepResult
-from stageline.runtime.signature import signature
-from stageline.runtime.stage import Stage, Target
-from stageline.runtime.stepper import (
-    MakeOptimizer,
-    MakeScheduler,
-    StageOptimizer,
-    Stepper,
-)
-from stageline.runtime.streaming import finished
-from stageline.runtime.tied import TiedWeights
-from stageline.runtime.unseen import SharedBuffers, check_shared_norms, check_tensors
 from stageline.schedules.placement import ranks_of
-from stageline.schedules.routine import routine
+from stageline.schedules.program.routine import routine
+from stageline.schedules.program.stream import streamed
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.stream import streamed
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -292,7 +304,7 @@ class Pipeline:
 
         Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
         which has to be the samples; what is no tensor has to be equal in all of them. What cannot
-        be joined is refused by its place (`runtime/microbatches.py` has the rules).
+        be joined is refused by its place (`runtime/engine/microbatches.py` has the rules).
         """
         is_trained = torch.is_grad_enabled() and any(layer.module.training for layer in self.layers)
         if is_trained and self.is_asynchronous:

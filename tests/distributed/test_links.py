@@ -13,7 +13,7 @@ from tests.distributed.launch import launch
 from tests.distributed.test_run_command import stageline
 
 import stageline as sl
-from stageline.planning.links import LARGE
+from stageline.planning.cluster.links import LARGE
 
 
 def test_a_slow_network_is_told_from_fast_machines_by_every_rank() -> None:

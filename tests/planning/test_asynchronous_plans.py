@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
-from stageline.planning.pace import least_pace, least_period, period_of
-from stageline.planning.pipedream_graph import read_graph, to_profile
-from stageline.planning.profile import LayerCost, Measurement, Profile, ValueCost
-from stageline.planning.replicas import by_pipedream, compositions, divisions, whole_turns
-from stageline.planning.search import SURE
-from stageline.planning.stages import Machines
-from stageline.planning.ways import built
+from stageline.planning.partition.pipedream_graph import read_graph, to_profile
+from stageline.planning.partition.replicas import by_pipedream, compositions, divisions, whole_turns
+from stageline.planning.partition.stages import Machines
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, ValueCost
+from stageline.planning.search.pace import least_pace, least_period, period_of
+from stageline.planning.search.search import SURE
+from stageline.planning.search.ways import built
 
 MIB = 2**20
 VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"

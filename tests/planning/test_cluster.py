@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stageline.costs import Link
 from stageline.errors import PlanError
-from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.cluster.cluster import Cluster, Device, Level
 
 MACHINE = Level("machine", 8, 300e9, 1e-6)
 SITE = Level("site", 16, 25e9, 5e-6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import stageline as sl
-from stageline.planning.cluster import Level
-from stageline.planning.links import LARGE, Seconds, levels_of, link_of, ranks_of_a_machine
+from stageline.planning.cluster.cluster import Level
+from stageline.planning.cluster.links import LARGE, Seconds, levels_of, link_of, ranks_of_a_machine
 
 FAST, SLOW = sl.Link(1e-6, 10e9), sl.Link(5e-5, 1e9)
 

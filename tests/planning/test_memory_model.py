@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stageline.costs import Costs
 from stageline.model.layers import INPUT, LayerSequence
 from stageline.pipeline import LossFunction, Pipeline
-from stageline.planning.cluster import Cluster
-from stageline.planning.estimate import estimate
-from stageline.planning.profile import Profile
-from stageline.planning.stages import Cut, Machines, stage_costs
-from stageline.report.memory import peak_memory
-from stageline.runtime.stage import Stage
+from stageline.planning.cluster.cluster import Cluster
+from stageline.planning.partition.stages import Cut, Machines, stage_costs
+from stageline.planning.profiling.estimate import estimate
+from stageline.planning.profiling.profile import Profile
+from stageline.report.measures.memory import peak_memory
+from stageline.runtime.engine.stage import Stage
 from stageline.schedules.action import Kind
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d

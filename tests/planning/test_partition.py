@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import PlanError
-from stageline.planning import partition
-from stageline.planning.partition import balance_by, split
-from stageline.planning.profile import LayerCost, Measurement
+from stageline.planning.partition import partition
+from stageline.planning.partition.partition import balance_by, split
+from stageline.planning.profiling.profile import LayerCost, Measurement
 
 Run = tuple[int, int]
 numbers = st.integers(0, 12)

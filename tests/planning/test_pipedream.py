@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import PlanError
-from stageline.planning import pipedream
-from stageline.planning.partition import split
-from stageline.planning.pipedream import PipedreamPlan, Stage, partition
-from stageline.planning.pipedream_graph import Graph, parse_graph, read_graph, to_profile
+from stageline.planning.partition import pipedream
+from stageline.planning.partition.partition import split
+from stageline.planning.partition.pipedream import PipedreamPlan, Stage, partition
+from stageline.planning.partition.pipedream_graph import Graph, parse_graph, read_graph, to_profile
 
 VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"
 ONE_WORKER = 0.672535  # seconds a micro-batch

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import PlanError
-from stageline.planning import placed
-from stageline.planning.placed import PlacedSplit, Run, split_placed
+from stageline.planning.partition import placed
+from stageline.planning.partition.placed import PlacedSplit, Run, split_placed
 from stageline.schedules.placement import Placement, loop, wave
 
 many = settings(max_examples=150, deadline=None)

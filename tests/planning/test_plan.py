@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.planning.cluster import Cluster, Device, Level
+from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
-from stageline.planning.layouts import Task
-from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
-from stageline.planning.stages import Cut, Machines, stage_costs
-from stageline.planning.ways import SCHEDULES, Ways, built
+from stageline.planning.partition.stages import Cut, Machines, stage_costs
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.search.layouts import Task
+from stageline.planning.search.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
+from stageline.planning.search.ways import SCHEDULES, Ways, built
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stageline.errors import BatchError, PlanError, StageError
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
-from stageline.planning.estimate import estimate
-from stageline.planning.measure import profile
-from stageline.planning.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.rates import measure_rates
-from stageline.planning.samples import resized
-from stageline.runtime.ambient import Ambient
-from stageline.runtime.options import edges_of
-from stageline.runtime.stage import Pass, Stage, Target, Waiting
-from stageline.runtime.tied import TiedWeights
+from stageline.planning.profiling.estimate import estimate
+from stageline.planning.profiling.measure import profile
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.profiling.rates import measure_rates
+from stageline.planning.profiling.samples import resized
+from stageline.runtime.engine.stage import Pass, Stage, Target, Waiting
+from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.tied_weights import TiedWeights
+from stageline.runtime.placement.checks import edges_of
 from stageline.zoo.cases import CASES, make_case
 from stageline.zoo.emulated import Occupy
 

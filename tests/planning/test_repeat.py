@@ -7,9 +7,9 @@ import torch
 
 from stageline.errors import PlanError
 from stageline.model.layers import Layer, LayerSequence
-from stageline.planning.estimate import estimate
-from stageline.planning.profile import Measurement, Profile
-from stageline.planning.repeat import repeated
+from stageline.planning.profiling.estimate import estimate
+from stageline.planning.profiling.profile import Measurement, Profile
+from stageline.planning.profiling.repeat import repeated
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import NORMAL, Cell, FeatureMap
 from stageline.zoo.transformer import transformer

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import stageline as sl
-from stageline.planning.profile import LayerCost, Measurement, Profile
+from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
-from stageline.runtime.move import follow
+from stageline.runtime.placement.move_layers import follow
 from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 

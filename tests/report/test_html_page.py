@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 from stageline.report.html import page
-from stageline.report.svg import svg
+from stageline.report.svg.drawing import svg
 from stageline.report.timeline import Timeline
 from stageline.schedules.families.one_f_one_b import one_f_one_b
 from stageline.simulation.simulate import simulate

@@ -13,9 +13,9 @@ from stageline.costs import Costs
 from stageline.report.html import page
 from stageline.report.perfetto import trace
 from stageline.report.summary import heading
-from stageline.report.svg import svg
-from stageline.report.terminal import coloured
-from stageline.report.text import plain
+from stageline.report.svg.drawing import svg
+from stageline.report.text.grid import plain
+from stageline.report.text.terminal import coloured
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import build_schedule
 from stageline.simulation.simulate import simulate

@@ -6,9 +6,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.frame import Frame, frame_of
 from stageline.report.palette import shade
-from stageline.report.svg import LEGIBLE, stacked, svg
+from stageline.report.svg.drawing import LEGIBLE, stacked, svg
+from stageline.report.svg.frame import Frame, frame_of
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b

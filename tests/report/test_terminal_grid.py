@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stageline.report.palette import COLOURS, shade
-from stageline.report.terminal import coloured
+from stageline.report.text.terminal import coloured
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.text import plain
+from stageline.report.text.grid import plain
 from stageline.report.timeline import Timeline
 from stageline.schedules.families.one_f_one_b import one_f_one_b
 from stageline.schedules.schedule import Schedule

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from stageline.errors import ReportError
-from stageline.report.text import plain
+from stageline.report.text.grid import plain
 from stageline.report.timeline import Timeline
 
 
@@ -28,11 +28,17 @@ def test_a_timeline_is_imported_without_what_draws_it() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(run.stdout.split())
     assert "stageline.report.timeline" in loaded
-    assert not loaded & {"rich", "torch", "json", "stageline.report.svg", "stageline.report.text"}
+    assert not loaded & {
+        "rich",
+        "torch",
+        "json",
+        "stageline.report.svg.drawing",
+        "stageline.report.text.grid",
+    }
 
 
 def test_drawing_needs_no_torch() -> None:
-    code = "import sys, stageline.report.files, stageline.report.terminal; print(*sys.modules)"
+    code = "import sys, stageline.report.files, stageline.report.text.terminal; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in run.stdout.split()
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import stageline as sl
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.strided_copy import exact_copy, misalignment, share_memory
+from stageline.runtime.exactness.strided_copy import exact_copy, misalignment, share_memory
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 Case = tuple[list[nn.Module | Layer], Tensor, Tensor]

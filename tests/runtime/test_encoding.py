@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.encoding import decode, encode, spec_of, spec_text
-from stageline.runtime.shapes import Shape
+from stageline.runtime.backends.processes.encoding import decode, encode, spec_of, spec_text
+from stageline.runtime.backends.processes.message_shapes import Shape
 from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent

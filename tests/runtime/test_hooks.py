@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from stageline.errors import ParityError, StagelineError
 from stageline.pipeline import Pipeline
-from stageline.runtime.tied import TiedWeights
+from stageline.runtime.exactness.tied_weights import TiedWeights
 
 WAYS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "backend": "serial"},

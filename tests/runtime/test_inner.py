@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stageline.errors import ParityError, StageError
 from stageline.pipeline import Pipeline
-from stageline.runtime import stage
+from stageline.runtime.engine import stage
 
 Gradients = list[Tensor | None]
 WAYS: list[dict[str, Any]] = [

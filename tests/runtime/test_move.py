@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from stageline.runtime.move import Luggage
+from stageline.runtime.placement.move_layers import Luggage
 
 
 def optimizer_of(named: list[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.options import RECOMPUTE
+from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.schedules.schedule import Schedule
 from stageline.zoo.cases import (

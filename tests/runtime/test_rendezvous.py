@@ -13,7 +13,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # they are in its
 )
 
 from stageline.launch import _store_on_loopback
-from stageline.runtime.rendezvous import reachable_address, warn_if_reachable
+from stageline.runtime.backends.processes.rendezvous import reachable_address, warn_if_reachable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who listens")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stageline.runtime.inner import Inner, RepeatForward
-from stageline.runtime.split_backward import CatchWeights, add_weight_gradients
+from stageline.runtime.engine.split_backward import CatchWeights, add_weight_gradients
+from stageline.runtime.exactness.inner_gradients import Inner, RepeatForward
 
 
 class Product(nn.Module):

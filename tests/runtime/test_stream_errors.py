@@ -25,7 +25,7 @@ from stageline.errors import (
 )
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.drivers import Threads
+from stageline.runtime.backends.threads import Threads
 from stageline.schedules.build import build_schedule
 
 BACKENDS = ("serial", "threads")

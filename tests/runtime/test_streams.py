@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline, Results
-from stageline.runtime.options import RECOMPUTE
-from stageline.runtime.result import StepResult
+from stageline.runtime.engine.result import StepResult
+from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.zoo.plain import train_plainly
 from stageline.zoo.plain_asynchronous import train_asynchronously

@@ -24,8 +24,8 @@ import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.drivers import Threads
-from stageline.runtime.options import RECOMPUTE
+from stageline.runtime.backends.threads import Threads
+from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.action import Kind
 from stageline.schedules.build import schedule_names
 from stageline.zoo.emulated import Occupy

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from stageline.errors import ModelError
-from stageline.runtime.undo import check_undoable, remember, undo
+from stageline.runtime.optimizers.undo import check_undoable, remember, undo
 
 Build = Callable[[Sequence[nn.Parameter]], Optimizer]
 

@@ -12,11 +12,11 @@ from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import DEADLOCK, RULES, Facts, check
 from stageline.schedules.edges import Edge, chain
-from stageline.schedules.lower import lower
-from stageline.schedules.program import Program
-from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.program import Program
+from stageline.schedules.rules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.rules.stream_rules import STREAM_RULES, StreamFacts
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.stream_rules import STREAM_RULES, StreamFacts
 
 SIZES = [(1, 2), (2, 4), (3, 7), (4, 8)]
 

@@ -15,7 +15,7 @@ from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
-from stageline.schedules.lower import lower
+from stageline.schedules.program.lower import lower
 from stageline.schedules.schedule import Schedule
 
 every_name = pytest.mark.parametrize("name", schedule_names())

@@ -16,9 +16,9 @@ from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
-from stageline.schedules.lower import lower
 from stageline.schedules.precedence import Run, run_lanes
-from stageline.schedules.program import TWIN, Program, program_tasks, twin
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.program import TWIN, Program, program_tasks, twin
 from stageline.schedules.schedule import Schedule
 
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
@@ -70,7 +70,7 @@ def test_a_receive_follows_what_led_to_its_message_by_way_of_other_ranks() -> No
 
 
 def test_the_diagram_in_the_docstring_of_lowering_is_what_it_writes() -> None:
-    import stageline.schedules.lowering as module  # noqa: PLC0415  its text is the subject
+    import stageline.schedules.program.lowering as module  # noqa: PLC0415  its text is the subject
 
     drawn = re.findall(r"rank \d │ (.*?)(?:  .*)?$", module.__doc__ or "", flags=re.MULTILINE)
     program = lower(build_schedule("1f1b", num_ranks=2, num_microbatches=2))

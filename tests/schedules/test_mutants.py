@@ -15,8 +15,8 @@ from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
-from stageline.schedules.lower import lower
-from stageline.schedules.program import Program
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.program import Program
 from stageline.schedules.schedule import Schedule, is_scheduled
 from stageline.simulation.simulate import simulate
 

@@ -9,10 +9,10 @@ from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
-from stageline.schedules.lower import lower
-from stageline.schedules.program_rules import ProgramFacts, deadlocked
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.stream import folded, unrolled
+from stageline.schedules.rules.program_rules import ProgramFacts, deadlocked
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.stream import folded, unrolled
 
 STREAMS: dict[str, dict[str, Any]] = {
     "pipedream": {"name": "pipedream", "num_ranks": 4, "num_microbatches": 1},

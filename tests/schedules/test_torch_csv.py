@@ -21,7 +21,7 @@ from stageline.schedules.action import Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
-from stageline.schedules.lower import lower
+from stageline.schedules.program.lower import lower
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 

@@ -11,8 +11,8 @@ from stageline.errors import CostsError, ScheduleError
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.edges import chain
-from stageline.schedules.lower import lower
-from stageline.schedules.program import Program
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.program import Program
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 

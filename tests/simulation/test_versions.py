@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.memory import peak_memory
+from stageline.report.measures.memory import peak_memory
 from stageline.report.spans import Level
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.schedule import Schedule

@@ -26,7 +26,7 @@ from stageline.checkpoint.storage import File, Size
 from stageline.checkpoint.values import encode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.optimizer_groups import options
+from stageline.runtime.optimizers.param_groups import options
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.cpu"
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)]

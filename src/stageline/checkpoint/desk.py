@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.exchange import gathered
-from stageline.runtime.peers import Group
+from stageline.runtime.backends.processes.collectives import Group
+from stageline.runtime.backends.processes.exchange import gathered
 
 T = TypeVar("T")
 

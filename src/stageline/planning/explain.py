@@ -18,9 +18,9 @@ from statistics import median
 from stageline.arguments import check_arguments
 from stageline.costs import Costs
 from stageline.errors import PlanError
-from stageline.planning.pace import period_of
 from stageline.planning.plan import Plan
-from stageline.report.overlay import Overlay
+from stageline.planning.search.pace import period_of
+from stageline.report.svg.overlay import Overlay
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
 from stageline.simulation.simulate import simulate

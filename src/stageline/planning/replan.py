@@ -18,8 +18,8 @@ from stageline.arguments import check_type
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.explain import median_costs
-from stageline.planning.placed import balance_for
-from stageline.planning.profile import Profile
+from stageline.planning.partition.placed import balance_for
+from stageline.planning.profiling.profile import Profile
 from stageline.report.timeline import Timeline
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule

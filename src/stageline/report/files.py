@@ -12,7 +12,7 @@ from stageline.files import checked_path, write_text
 from stageline.limits import MOST_DRAWN, check_most
 from stageline.report.html import page
 from stageline.report.perfetto import trace
-from stageline.report.svg import svg
+from stageline.report.svg.drawing import svg
 from stageline.report.timeline import Timeline
 
 WRITERS = {".svg": svg, ".html": page, ".json": trace}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stageline.report.summary import heading, number, percent
-from stageline.report.svg import svg, xml
+from stageline.report.svg.drawing import svg, xml
 from stageline.report.timeline import Timeline
 from stageline.schedules.placement import stages_by_rank
 

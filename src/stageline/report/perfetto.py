@@ -10,9 +10,9 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
+from stageline.report.measures.steps import steps
 from stageline.report.palette import NAMES, letter
 from stageline.report.spans import Span
-from stageline.report.steps import steps
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action, Kind
 

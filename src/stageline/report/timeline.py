@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 from stageline.costs import Costs
-from stageline.report.idle import Idle
-from stageline.report.memory import memory_curves
+from stageline.report.measures.idle import Idle
+from stageline.report.measures.memory import memory_curves
+from stageline.report.measures.steady import busy_share, steady_window
+from stageline.report.measures.transfers import transfers
 from stageline.report.spans import Level, Spans, Transfer, Unmeasured
-from stageline.report.steady import busy_share, steady_window
-from stageline.report.transfers import transfers
 from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.placement import Placement, Replicas
@@ -154,7 +154,7 @@ class Timeline:
 
     def __str__(self) -> str:
         """A row for each rank; as wide as the terminal, if it is printed to one."""
-        from stageline.report.text import plain, terminal_width  # noqa: PLC0415  as above
+        from stageline.report.text.grid import plain, terminal_width  # noqa: PLC0415  as above
 
         return plain(self, terminal_width())
 

@@ -25,9 +25,9 @@ from stageline.schedules.families.v_min import v_min
 from stageline.schedules.families.zb_h1 import zb_h1
 from stageline.schedules.families.zb_h2 import zb_h2
 from stageline.schedules.families.zbv import zbv
+from stageline.schedules.program.stream import streamed
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.search.search import search_schedule
-from stageline.schedules.stream import streamed
 
 
 class Family(NamedTuple):

@@ -10,15 +10,15 @@ from stageline.arguments import check_type, shown
 from stageline.schedules.action import COMPUTE, NO_PEER, NO_VERSION, WHOLE_BATCH, Action, Kind
 from stageline.schedules.edges import chain, checked_edges
 from stageline.schedules.grid import Cell
-from stageline.schedules.lowering import lowered
 from stageline.schedules.placement import ranks_of, side_by_side
 from stageline.schedules.precedence import Numbering, run_lanes, waits_of
-from stageline.schedules.program import Program
-from stageline.schedules.program_rules import PROGRAM_RULES, ProgramFacts
-from stageline.schedules.program_rules import deadlocked as deadlocked_program
-from stageline.schedules.rules import Offence, Rule, enforce, waiting_for_each_other
+from stageline.schedules.program.lowering import lowered
+from stageline.schedules.program.program import Program
+from stageline.schedules.rules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.rules.program_rules import deadlocked as deadlocked_program
+from stageline.schedules.rules.rule import Offence, Rule, enforce, waiting_for_each_other
+from stageline.schedules.rules.stream_rules import STREAM_RULES, StreamFacts
 from stageline.schedules.schedule import Schedule, is_scheduled, is_whole
-from stageline.schedules.stream_rules import STREAM_RULES, StreamFacts
 
 
 def check(work: Schedule | Program) -> None:

@@ -12,9 +12,9 @@ from stageline.report.timeline import Timeline
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
-from stageline.schedules.lower import lower
 from stageline.schedules.precedence import Numbering, Run, run_lanes, waits_of
-from stageline.schedules.program import TWIN, Program, Tasks, program_tasks
+from stageline.schedules.program.lower import lower
+from stageline.schedules.program.program import TWIN, Program, Tasks, program_tasks
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.times import Times
 

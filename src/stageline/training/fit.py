@@ -26,8 +26,8 @@ from stageline.checkpoint.save import save
 from stageline.errors import CheckpointError, ModelError
 from stageline.pipeline import Pipeline
 from stageline.report.timeline import Timeline
-from stageline.runtime import microbatches
-from stageline.runtime.result import StepResult
+from stageline.runtime.engine import microbatches
+from stageline.runtime.engine.result import StepResult
 from stageline.training.data import Batch, Position, batches
 from stageline.training.metrics import Report, Write, files, num_tokens, peak_memory
 from stageline.training.progress import progress

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.model.layers import LayerSequence
-from stageline.runtime.randomness import layer_seed
+from stageline.runtime.exactness.randomness import layer_seed
 
 Batch = tuple[Any, Tensor]  # inputs, a dict if they have names, and the target
 # How many values, their mean and the sum of squared differences from it, by channel.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.peers import Group
-from stageline.runtime.processes import Processes
+from stageline.runtime.backends.processes.collectives import Group
+from stageline.runtime.backends.processes.driver import Processes
 
 # bytes: malloc's arenas settle in the first 1,500 steps; from there to 3,000 nothing is added
 SETTLING = 4 * 2**20

@@ -25,7 +25,8 @@ from torch.optim import SGD
 import stageline as sl
 from stageline.checkpoint import load as load_module
 from stageline.checkpoint import save as save_module
-from stageline.runtime import mesh, watch
+from stageline.runtime.backends.processes import groups as mesh
+from stageline.runtime.backends.processes import watch
 from stageline.training import fit as fitting
 
 KINDS = ("raise", "SIGKILL", "SIGSTOP", "exit")

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.runtime.ambient import Ambient
-from stageline.runtime.shapes import value_shapes
+from stageline.runtime.backends.processes.message_shapes import value_shapes
+from stageline.runtime.exactness.caller_context import Ambient
 
 
 def import_all() -> None:

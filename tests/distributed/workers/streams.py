@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import stageline as sl
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Results
-from stageline.runtime.result import StepResult
+from stageline.runtime.engine.result import StepResult
 from stageline.zoo.plain_asynchronous import train_asynchronously
 
 Weights = list[nn.Parameter]

@@ -24,8 +24,8 @@ from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.placement import side_by_side
+from stageline.schedules.program.stream import Beat, Period, unrolled
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.stream import Beat, Period, unrolled
 
 VersionOf = Callable[[int, int], int]  # of a stage and a micro-batch, relative to its mini-batch
 

@@ -1,0 +1,1 @@
+"""Measure or estimate what each layer costs."""

@@ -1,0 +1,75 @@
+"""Seconds of operators from their shapes: what takes longer, to compute or to move the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from stageline.planning.profiling.rates import Rates
+
+aten = torch.ops.aten
+# torch has formulas for the kernels of GPUs only
+FORMULAS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[  # noqa: SLF001
+        aten._scaled_dot_product_flash_attention  # noqa: SLF001
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[  # noqa: SLF001
+        aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+    ],
+}
+GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read what they write
+NOTHING = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided}  # only take memory
+
+
+class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """State: the seconds so far."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rates, self.seconds = rates, 0.0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.seconds += max(
+            _flops(func, args, kwargs, result) / self.rates.flops,
+            _num_bytes(func, args, kwargs, result) / self.rates.bandwidth,
+        )
+        return result
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    packet = func.overloadpacket
+    formula = FORMULAS.get(packet) or flop_registry.get(packet)
+    return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+def _num_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    packet = func.overloadpacket
+    if func.is_view or packet in NOTHING:
+        return 0
+    written = sum(map(_size, _tensors(result)))
+    if packet in GATHERS or not written:  # without a result it only asks for a shape or a device
+        return 2 * written
+    return written + sum(map(_size, _tensors((args, kwargs))))
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _size(tensor: Tensor) -> int:
+    """An expanded tensor has fewer bytes than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,1 @@
+"""Measures of a timeline: idle time, memory, transfers."""

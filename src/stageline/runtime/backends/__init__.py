@@ -1,0 +1,1 @@
+"""Backends: where ranks run, and how messages travel between them."""

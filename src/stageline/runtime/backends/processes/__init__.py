@@ -1,0 +1,1 @@
+"""The processes backend: one rank in each process, messages over process groups."""

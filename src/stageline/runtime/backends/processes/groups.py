@@ -1,0 +1,247 @@
+"""Where this process stands among all: in its pipeline, beside its replicas, in its tensor group.
+
+dp = 2, pp = 3      replica 0 │ rank 0  rank 1  rank 2       a row is a pipeline,
+                    replica 1 │ rank 0  rank 1  rank 2       a column holds the same stages
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from stageline.errors import ModelError, StageError
+from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
+from stageline.runtime.backends.processes.watch import PATIENCE, START_UP, Watch, no_answer, within
+
+NAMES = ("dp", "pp", "tp")
+HANG_UP = 1  # tag of no message
+CONNECT = 30.0  # seconds, at least, for processes that are all there to connect to each other
+SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
+
+
+class OwnGroup:
+    """A process group, and the one lasting reference to it: its threads end when that is dropped.
+
+    They have to before the interpreter does: a thread that lets go of a tensor later than that
+    aborts the process (pytorch#179291).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._held = [group]
+        self.close = weakref.finalize(self, _let_go, self._held)
+
+    @property
+    def now(self) -> dist.ProcessGroup:
+        return self._held[0]
+
+
+def _let_go(held: list[dist.ProcessGroup]) -> None:
+    for group in held:
+        with suppress(ValueError):  # it was destroyed before, with all others
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+    held.clear()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Groups of our own, so that what we do with them disturbs nobody."""
+
+    watch: Watch
+    own_pipeline: OwnGroup
+    own_everyone: OwnGroup
+    own_saves: OwnGroup  # for the thread of a save under way, and for nobody else
+    own_replicas: OwnGroup | None  # None: there is one replica
+    own_siblings: OwnGroup | None  # those that hold the same stage, and take turns; None: none does
+    replica: int
+    num_replicas: int
+    speaks: bool  # of several processes with the same part of the same replica, one speaks
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        return self.own_pipeline.now
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        return self.own_everyone.now
+
+    @property
+    def saves(self) -> dist.ProcessGroup:
+        return self.own_saves.now
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        return self.own_replicas.now if self.own_replicas else None
+
+    @property
+    def siblings(self) -> dist.ProcessGroup | None:
+        return self.own_siblings.now if self.own_siblings else None
+
+    def hang_up(self) -> None:
+        """Close all lines, so that nobody goes on waiting at the other end, or at this one."""
+        for own in self._own:
+            if own.close.alive:
+                hang_up(own.now)
+
+    def close(self) -> None:
+        for own in self._own:
+            own.close()
+
+    @property
+    def _own(self) -> list[OwnGroup]:
+        always = (self.own_pipeline, self.own_everyone, self.own_saves)
+        found = (*always, self.own_replicas, self.own_siblings)
+        return [own for own in found if own is not None]
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Nothing ends gloo's waiting for a message but a wait that is over: that closes the line."""
+    try:
+        peers = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return  # it was destroyed, with all others
+    for peer in peers:
+        if peer != dist.get_rank():
+            with suppress(RuntimeError):  # it is over, or the line was closed before
+                nothing = dist.irecv(torch.empty(1), peer, group, HANG_UP)
+                assert nothing is not None  # this process is of the group
+                nothing.wait(timedelta(milliseconds=1))
+
+
+def find_place(
+    mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
+) -> Place:
+    """Find this process among those of the mesh, and connect it to them; all of them call this.
+
+    `limit` is how many seconds a rank waits for others, once all are there. `stages` are
+    the ranks of each stage, if they take turns.
+    """
+    if not dist.is_initialized():
+        raise ModelError(
+            "backend is 'processes', but there is no process group: start the script with torchrun "
+            "and call torch.distributed.init_process_group()"
+        )
+    grid = _grid(mesh)
+    if grid.shape[1] != num_ranks:
+        found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
+        raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
+    if stages and grid.numel() > num_ranks:
+        raise ModelError(
+            f"mesh has {grid.numel()} processes for {num_ranks} ranks with replicas of stages, but "
+            "replicas of single stages and of the whole pipeline do not go together: use one"
+        )
+    dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
+    watch = _assembled(grid, limit)
+    rows = [row for plane in grid.permute(0, 2, 1).tolist() for row in plane]
+    columns = [row for plane in grid.permute(1, 2, 0).tolist() for row in plane]
+    everyone = [grid.flatten().tolist()]
+    turns = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
+    try:
+        place = Place(
+            watch,
+            _own_group(rows, limit),
+            # what is told are numbers in this process's memory, so not NCCL
+            _own_group(everyone, limit, "gloo"),
+            _own_group(everyone, limit, "gloo"),
+            _own_group(columns, limit) if len(grid) > 1 else None,
+            _own_group(turns, limit) if stages else None,
+            dp,
+            len(grid),
+            tp == 0,
+        )
+    except RuntimeError as error:
+        told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
+        watch.leave()
+        raise StageError(f"{told}\n  {error}") from None
+    watch.stop = place.hang_up
+    return place
+
+
+def _assembled(grid: torch.Tensor, limit: float) -> Watch:
+    """A watch over all processes of the mesh, when all of them are there."""
+    names = [_name(index, grid) for index in range(grid.numel())]
+    ranks = grid.flatten().tolist()
+    store = within(max(START_UP, limit), lambda: _store_for(ranks))
+    if store is None:
+        raise StageError(f"no pipeline could be made: {no_answer(names[0])}")
+    if dist.get_rank() == 0:  # on whose machine it is
+        warn_if_reachable(store)
+    watch = Watch(store, names, ranks.index(dist.get_rank()), limit)
+    try:
+        watch.start()
+    except TimeoutError as error:
+        watch.leave()
+        verb = "have" if "," in str(error) else "has"
+        told = (
+            f"{error} {verb} not made the pipeline within {max(START_UP, limit):g} s of "
+            f"{watch.name}: look for what ended a process before that, or for calls that not all "
+            "ranks make"
+        )
+        raise StageError(told) from None
+    if watch.failure is not None or not watch.has_answer:
+        told = watch.failure or watch.tell(f"{watch.name} could not reach the others")
+        watch.leave()
+        raise StageError(told)
+    return watch
+
+
+def _name(index: int, grid: torch.Tensor) -> str:
+    """Of a process in errors: its rank in the pipeline, and what tells it from others with that."""
+    num_replicas, num_ranks, num_parts = grid.shape
+    replica, rest = divmod(index, num_ranks * num_parts)
+    rank, part = divmod(rest, num_parts)
+    return (
+        f"rank {rank}"
+        + (f" of replica {replica}" if num_replicas > 1 else "")
+        + (f" (tensor part {part})" if num_parts > 1 else "")
+    )
+
+
+def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
+    """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
+    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
+    who = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}/{who}", whole)
+    made = store.add(f"made/{dist.get_rank()}", 1)
+    return dist.distributed_c10d.PrefixStore(f"pipeline/{made}", store)
+
+
+def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
+    """Global ranks by replica, rank of the pipeline, and place in the tensor group."""
+    if mesh is None:
+        return torch.arange(dist.get_world_size()).view(1, -1, 1)
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names or not set(names) <= set(NAMES):
+        raise ModelError(
+            f"mesh has dimensions {names or 'without names'}, but needs 'pp', and may have 'dp' "
+            "and 'tp': use init_device_mesh(…, mesh_dim_names=('dp', 'pp'))"
+        )
+    grid = mesh.mesh
+    order = [names.index(name) for name in NAMES if name in names]
+    grid = grid.permute(order)
+    for position, name in enumerate(NAMES):
+        if name not in names:
+            grid = grid.unsqueeze(position)
+    return grid
+
+
+def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnGroup:
+    """All processes make all groups, in the same order; gives back the one that this is in."""
+    connect = timedelta(seconds=max(limit, CONNECT))
+    groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
+    mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
+    # from here on the watch ends waits, and knows who is late for a reason
+    longest = timedelta(seconds=max(limit, PATIENCE, START_UP) + SLACK)
+    dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
+    return OwnGroup(mine)

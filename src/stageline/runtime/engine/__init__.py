@@ -1,0 +1,1 @@
+"""The loop over a program: stages, micro-batches, and a step's results."""

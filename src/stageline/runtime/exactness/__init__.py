@@ -1,0 +1,1 @@
+"""What makes a pipelined step equal, bit for bit, to a plain loop."""

@@ -1,0 +1,1 @@
+"""Optimizers of single stages: steps inside a stream, clipping, versions of weights."""

@@ -1,0 +1,108 @@
+"""How far a rank can go on weights that may turn out to be wrong, and what it takes to repeat that.
+
+Forwards can be repeated: nothing but messages has left the rank. Whoever repeats its own sends its
+messages again, and everyone repeats: so messages of a first time that were not taken yet are in the
+way of those of the second, and are taken and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from stageline.runtime.engine.tasks import Task
+from stageline.schedules.action import Action, Kind
+
+GRADIENTS = (Kind.B, Kind.I, Kind.W)
+SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+
+
+class OwnAhead(NamedTuple):
+    """Of one rank."""
+
+    stages: tuple[int, ...]
+    first: tuple[Task, ...]  # what it may run on weights that are a guess
+    rest: tuple[Task, ...]
+    # messages that it may be sent a second time before it took them: the receive, its send, and
+    # whether it is asked for among the first
+    stale: tuple[tuple[Action, Action, bool], ...]
+
+
+class Ahead(NamedTuple):
+    """What can be repeated, if weights turn out to be wrong."""
+
+    by_rank: tuple[OwnAhead, ...]
+    messages: frozenset[Action]  # that are sent again then
+
+    def second(self, action: Action) -> Action:
+        """The name of a message that is sent again, or of what asks for it."""
+        send = sent_as(action) if action.kind in SENDS else action
+        return action._replace(version=1) if send in self.messages else action
+
+
+Naming = Callable[[Action], Action]
+
+
+def as_it_is(action: Action) -> Action:
+    return action
+
+
+def ahead(tasks: Sequence[Sequence[Task]]) -> Ahead:
+    """Forwards up to the first gradient, or to the first that needs what is not among them.
+
+    So whoever repeats its forwards is sent again all that they need.
+    """
+    lengths = [_up_to(row, lambda task: task.action.kind in GRADIENTS) for row in tasks]
+    while True:
+        messages = frozenset(
+            message
+            for row, length in zip(tasks, lengths, strict=True)
+            for task in row[:length]
+            for message, is_far, _ in task.gives
+            if is_far
+        )
+
+        def needs_more(task: Task, there: frozenset[Action] = messages) -> bool:
+            return any(is_far and message not in there for message, is_far in task.awaits)
+
+        shorter = [
+            min(length, _up_to(row, needs_more)) for row, length in zip(tasks, lengths, strict=True)
+        ]
+        if shorter == lengths:
+            break
+        lengths = shorter
+    pairs = zip(tasks, lengths, strict=True)
+    return Ahead(tuple(_own_ahead(row, length, messages) for row, length in pairs), messages)
+
+
+def _own_ahead(row: Sequence[Task], length: int, messages: frozenset[Action]) -> OwnAhead:
+    def is_late(task: Task) -> bool:
+        return task.action.kind in SENDS and sent_as(task.action) not in messages
+
+    late = tuple(task for task in row[:length] if is_late(task))
+    first = tuple(task for task in row[:length] if not is_late(task))
+    taken = {message for task in first for message, _ in task.awaits}
+    asked = {task.action for task in first}
+    stale = (
+        (task.action, sent_as(task.action), task.action in asked)
+        for task in row
+        if task.action.kind in SENDS
+        and sent_as(task.action) in messages
+        and sent_as(task.action) not in taken
+    )
+    stages = tuple(sorted({task.action.stage for task in row}))
+    return OwnAhead(stages, first, late + tuple(row[length:]), tuple(stale))
+
+
+def _up_to(row: Sequence[Task], is_end: Callable[[Task], bool]) -> int:
+    return next((position for position, task in enumerate(row) if is_end(task)), len(row))
+
+
+def sent_as(receive: Action) -> Action:
+    """The send of the message that a receive asks for."""
+    return Action(receive.peer, SENDS[receive.kind], receive.microbatch, receive.stage)
+
+
+def norms_for(rank: int) -> Action:
+    """The name of the message with the norms of all ranks."""
+    return Action(rank, Kind.STEP)

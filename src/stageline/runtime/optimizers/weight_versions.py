@@ -1,0 +1,154 @@
+"""The versions of a stage's weights that micro-batches on their way still use.
+
+    version 5    the parameters' own memory, which the next step changes, unless …
+    version 4    memory that the parameters had before step 5, for as long as someone uses it
+    version 3    …
+
+A version is copied on writing: a step whose weights are still in use moves the parameters to a copy
+and leaves the old memory behind. What computes with a version is given doubles of the parameters in
+its memory, so autograd's graphs hold on to the version, and not to what the parameters become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import ModelError
+from stageline.runtime.exactness.weight_aliases import (
+    data_of,
+    double_of,
+    hooked,
+    is_hooked,
+    run_post_hooks,
+)
+
+Use = tuple[int, nn.Parameter]  # a layer, and one of its weights
+
+
+class Version(NamedTuple):
+    """Doubles of all weights: by layer under their names in it, and by use.
+
+    A weight with hooks has one double, under its first use: hooks see the sum of all uses in a
+    micro-batch. `followed` are the weights whose doubles call their hooks.
+    """
+
+    by_layer: dict[int, dict[str, Tensor]]
+    by_use: dict[Use, nn.Parameter]
+    followed: set[nn.Parameter]
+
+
+class Versions:
+    """State: the versions in use, and the gradients of the mini-batch whose step is next."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.names = {number: _names(module) for number, module in modules.items()}
+        self.parameters = list(dict.fromkeys(p for each in self.names.values() for p in each))
+        self.latest = 0
+        self.kept = {0: self._doubles()}
+        self.gradients: dict[Use, Tensor] = {}
+
+    def of(self, version: int) -> dict[int, dict[str, Tensor]]:
+        """By layer, what takes the place of its weights, with the hooks that they have now."""
+        kept = self.kept[version]
+        for (number, parameter), double in kept.by_use.items():
+            if double.requires_grad != parameter.requires_grad:
+                double.requires_grad_(parameter.requires_grad)
+            if is_hooked(parameter) and parameter not in kept.followed:
+                if any(use[1] is parameter and use[0] != number for use in kept.by_use):
+                    raise ModelError(
+                        "a hook was registered on a weight that several layers use, in the middle "
+                        "of a stream: register it before the stream begins"
+                    )
+                self._follow(parameter, double, kept.followed)
+        return kept.by_layer
+
+    @contextmanager
+    def gathering(self, version: int) -> Iterator[None]:
+        """Around a backward: autograd adds to what earlier micro-batches gave, of any version."""
+        doubles = self.kept[version].by_use
+        for use, double in doubles.items():
+            double.grad = self.gradients.get(use)
+        yield
+        for use, double in doubles.items():
+            if double.grad is not None:
+                self.gradients[use], double.grad = double.grad, None
+
+    def hand_over(self) -> None:
+        """What was gathered becomes the gradient; several uses of a weight in layer order."""
+        for parameter in self.parameters:
+            uses = (self.gradients.get((number, parameter)) for number in self.names)
+            if found := [gradient for gradient in uses if gradient is not None]:
+                parameter.grad = reduce(torch.add, found)
+        self.gradients.clear()
+
+    def begin_step(self, depth: int) -> None:
+        """The next step leaves `depth` older versions in use, one of them the latest if any."""
+        self._forget(depth)
+        if depth:
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+
+    def end_step(self, depth: int) -> None:
+        """There is a new latest version, in the parameters' own memory."""
+        self.latest += 1
+        self.kept[self.latest] = self._doubles() if depth else self.kept.pop(self.latest - 1)
+
+    def skip_step(self, depth: int) -> None:
+        """The new version is the old one."""
+        self._forget(depth)
+        self.latest += 1
+        self.kept[self.latest] = self.kept[self.latest - 1]
+
+    def _forget(self, depth: int) -> None:
+        """What nobody uses any more when there is a version after the latest."""
+        for version in [v for v in self.kept if v <= self.latest - depth]:
+            if version < self.latest:
+                del self.kept[version]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all versions, each memory once."""
+        kept = list(self.kept.values())  # at once: another thread may step
+        tensors = (double for version in kept for double in version.by_use.values())
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    def _doubles(self) -> Version:
+        version = Version({number: {} for number in self.names}, {}, set())
+        shared: dict[nn.Parameter, nn.Parameter] = {}
+        for number, names in self.names.items():
+            for parameter, found in names.items():
+                double = shared.get(parameter)
+                if double is None:
+                    # from `data`: what a step does to it must not look like a change of the double
+                    data = data_of(parameter).data
+                    double = double_of(parameter, data, requires_grad=parameter.requires_grad)
+                    version.by_use[number, parameter] = double
+                    if is_hooked(parameter):
+                        shared[parameter] = double
+                        self._follow(parameter, double, version.followed)
+                version.by_layer[number] |= dict.fromkeys(found, double)
+        return version
+
+    def _follow(
+        self, parameter: nn.Parameter, double: nn.Parameter, followed: set[nn.Parameter]
+    ) -> None:
+        """A double calls the hooks that its parameter has when a gradient arrives."""
+        double.register_hook(partial(hooked, parameter))  # type: ignore[no-untyped-call]
+        double.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
+        followed.add(parameter)
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Of the weights that are trained; the others do not change."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return names

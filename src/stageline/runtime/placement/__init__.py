@@ -1,0 +1,1 @@
+"""Where layers, weights and devices are."""

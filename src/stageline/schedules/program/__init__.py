@@ -1,0 +1,1 @@
+"""From schedules to programs: sends, receives, reductions and optimizer steps."""

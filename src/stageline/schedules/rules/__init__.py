@@ -1,0 +1,1 @@
+"""The rules that schedules, streams and programs are checked against."""
