@@ -18,13 +18,18 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # its gradient, back to the stage that wrote it
     RECV_B = "RECV_B"
     REDUCE_GRAD = "REDUCE_GRAD"  # sum a stage's gradients over its replicas
+    REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of weights that several layers share
+    UPDATE_STATS = "UPDATE_STATS"  # update the running statistics of a stage's BatchNorm layers
+    CLIP_GRAD = "CLIP_GRAD"  # scale a rank's gradients to the limit on their global norm
     STEP = "STEP"  # the optimizer, on a stage's parameters
 
     __hash__ = str.__hash__  # Enum's own is written in Python: actions as keys take twice as long
 
 
 COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
-WHOLE_BATCH = -1  # the micro-batch of what is done once for all of them: REDUCE_GRAD and STEP
+# Actions that are done once for all micro-batches of a mini-batch.
+ONCE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED, Kind.UPDATE_STATS, Kind.CLIP_GRAD, Kind.STEP})
+WHOLE_BATCH = -1  # their micro-batch
 NO_PEER = -1
 NO_VERSION = -1  # there is one version of the weights, which goes without saying
 

@@ -14,6 +14,7 @@ from stageline.limits import MOST_SCHEDULE_BYTES, MOST_STAGES, check_most
 from stageline.schedules.action import (
     COMPUTE,
     NO_PEER,
+    ONCE,
     WHOLE_BATCH,
     Action,
     Kind,
@@ -28,7 +29,6 @@ OVERLAPPED = re.compile(
     r"\(([^()]*)\)OVERLAP_F_B"
 )  # torch's pair of actions that may run side by side
 SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions: not part of an order of compute
-ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 
 
 def read(path: AnyPath) -> list[list[Action]]:

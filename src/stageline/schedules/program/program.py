@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,31 @@ from stageline.schedules.schedule import Rows, Schedule, as_numbers, as_rows, is
 TWIN = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 
+class Epilogue(NamedTuple):
+    """What a model needs at the end of each mini-batch, beside reductions and optimizer steps."""
+
+    reduces_tied: bool = False  # several layers share a weight
+    stages_with_stats: tuple[int, ...] = ()  # stages whose running statistics are updated
+    clips: bool = False  # gradients are clipped before the optimizer steps
+
+    def actions(self, stages: Iterable[int], version: int = NO_VERSION) -> Iterator[Action]:
+        """Yield what a rank does before its optimizer steps, in order.
+
+        Tied weights and clipping concern a whole rank, and are written at its first stage.
+        """
+        stages = sorted(stages)
+        if self.reduces_tied and stages:
+            yield Action(stages[0], Kind.REDUCE_TIED, version=version)
+        for stage in stages:
+            if stage in self.stages_with_stats:
+                yield Action(stage, Kind.UPDATE_STATS, version=version)
+        if self.clips and stages:
+            yield Action(stages[0], Kind.CLIP_GRAD, version=version)
+
+
+NO_EPILOGUE = Epilogue()
+
+
 @dataclass(frozen=True)
 class Program:
     """What every rank does in one step, in order; the simulator and the runtime both execute it.
@@ -35,6 +60,7 @@ class Program:
     edges: tuple[Edge, ...]
     name: str = field(default="", compare=False)
     replicas: Replicas = ()
+    epilogue: Epilogue = NO_EPILOGUE
 
     def __post_init__(self) -> None:
         """Lists become tuples, as in a schedule."""

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.edges import Edge
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import Program
+from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program
 from stageline.schedules.program.stream import Beat, Period, beat_of, folded, unrolled
 from stageline.schedules.schedule import Schedule, is_scheduled
 
 ASKED = (Kind.RECV_F, Kind.RECV_B)
 
 
-def routine(schedule: Schedule, edges: Iterable[Edge]) -> Period:
+def routine(schedule: Schedule, edges: Iterable[Edge], epilogue: Epilogue = NO_EPILOGUE) -> Period:
     """What each rank does for every mini-batch."""
     if not schedule.is_stream:
-        return _once(lower(schedule, edges))
+        return _once(lower(schedule, edges, epilogue))
     period = folded(schedule)
     middle = period.lag + 1
-    program = lower(unrolled(period, 2 * period.lag + 3), edges)
+    program = lower(unrolled(period, 2 * period.lag + 3), edges, epilogue)
     beats = {beat.action: beat for row in period.rows for beat in row}
     rows = (tuple(_segment(row, middle, beats, period.num_microbatches)) for row in program.actions)
     return Period(
