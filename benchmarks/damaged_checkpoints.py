@@ -41,6 +41,7 @@ from benchmarks.damage import KINDS, Damage, seal
 import stageline as sl
 from stageline.checkpoint import folder as folders
 from stageline.checkpoint import reading, storage
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 SECONDS, BYTES = 5.0, 2**30  # that no damaged checkpoint may take
@@ -77,7 +78,13 @@ def made(name: str) -> tuple[sl.Pipeline, Optimizer | None]:
         options["optimizer"] = lambda weights: AdamW(weights, 1e-2)
         options["scheduler"] = lambda optimizer: MultiStepLR(optimizer, [2, 5], 0.5)
     pipe = sl.Pipeline(
-        model(), loss, num_ranks=2, num_microbatches=2, backend="serial", seed=3, **options
+        model(),
+        loss,
+        num_ranks=2,
+        num_microbatches=2,
+        backend="serial",
+        options=sl.Options(seed=3),
+        **grouped(options),
     )
     if name == "adamw":
         few = [p for p in pipe.parameters() if p.ndim == 1]
@@ -101,14 +108,16 @@ def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
     """Return copies of all that a load may change."""
     found: Everything = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     found["random"] = torch.get_rng_state()
-    found["counts"] = [pipe.num_steps, pipe.seed]
+    found["counts"] = [pipe.num_steps, pipe._session.seed]
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         for index, group in enumerate(state["param_groups"]):
             found |= {f"{number} group {index} {key}": value for key, value in group.items()}
         for index, kept in state["state"].items():
             found |= {f"{number} state {index} {key}": value for key, value in kept.items()}
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(
+        pipe._session.optimizers.schedulers if pipe._session.optimizers else ()
+    ):
         for key, value in deepcopy(scheduler.state_dict()).items():
             found[f"{number} scheduler {key}"] = value
     return found
@@ -141,7 +150,7 @@ def subject(name: str, folder: Path) -> Subject:
     torch.manual_seed(1)
     for step in (3, 4, 5):
         train(pipe, optimizer, step)
-    pipe.seed = 8
+    pipe._session.seed = 8
     sl.save(folder / f"{name}-other", pipe, optimizer, step=5)
     before = everything(pipe, optimizer)
     found = Subject(name, pipe, optimizer, folder / name, folder / f"{name}-other", right, before)
@@ -162,7 +171,9 @@ def restore(subject: Subject) -> None:
                     group[key] = deepcopy(subject.before[name])
                 else:
                     del group[key]
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(
+        pipe._session.optimizers.schedulers if pipe._session.optimizers else ()
+    ):
         for key in scheduler.state_dict():
             if f"{number} scheduler {key}" not in subject.before:
                 delattr(scheduler, key)

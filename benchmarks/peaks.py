@@ -43,7 +43,7 @@ def peak(name: str, plan: sl.Plan, steps: int = 3) -> int:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is now
     with torch.device("meta"):
         case = CASES[name]()
-    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init=fill)
+    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init_fn=fill)
     for _ in range(steps):
         pipe.step(inputs, target)
     found = status("VmHWM") - before

@@ -67,8 +67,9 @@ def measured(case: Case, plan: sl.Plan, steps: int) -> list[Timeline]:
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
     timelines = []
     for _ in range(steps + 2):
-        with pipe.trace() as timeline:
+        with pipe.trace() as trace:
             pipe.step(case.inputs, case.target)
+        timeline = trace.timeline
         timelines.append(timeline)
     pipe.close()
     return timelines[2:]

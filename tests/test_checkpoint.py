@@ -19,6 +19,7 @@ import stageline as sl
 from stageline.checkpoint import folder as folders
 from stageline.checkpoint import reading, storage
 from stageline.checkpoint.desk import desk_of
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 
@@ -35,7 +36,7 @@ def model(width: int = 8, blocks: int = 3) -> nn.Sequential:
 def pipeline(num_ranks: int = 2, *, init: int = 0, **options: Any) -> sl.Pipeline:
     torch.manual_seed(init)
     options = {"backend": "serial", "num_microbatches": 4, "seed": init, **options}
-    return sl.Pipeline(model(), loss, num_ranks=num_ranks, **options)
+    return sl.Pipeline(model(), loss, num_ranks=num_ranks, **grouped(options))
 
 
 def train(pipe: sl.Pipeline, optimizer: Optimizer, steps: range) -> None:
@@ -51,7 +52,7 @@ def train(pipe: sl.Pipeline, optimizer: Optimizer, steps: range) -> None:
 def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
     found = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     found["random"] = torch.get_rng_state()
-    found["counts"] = torch.tensor([pipe.num_steps, pipe.seed])
+    found["counts"] = torch.tensor([pipe.num_steps, pipe._session.seed])
     for number, state in (optimizer.state_dict()["state"] if optimizer else {}).items():
         found |= {f"{number}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
     return found

@@ -35,14 +35,16 @@ RECORD = "checkpoint.json"
 def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
     """Return copies of all that a load may change."""
     found: Everything = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe.seed]}
+    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe._session.seed]}
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         for index, group in enumerate(state["param_groups"]):
             found |= {f"{number} group {index} {key}": value for key, value in group.items()}
         for index, kept in state["state"].items():
             found |= {f"{number} state {index} {key}": value for key, value in kept.items()}
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(
+        pipe._session.optimizers.schedulers if pipe._session.optimizers else ()
+    ):
         found[f"scheduler {number}"] = deepcopy(scheduler.state_dict())
     return found
 

@@ -15,9 +15,19 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *("errors", "arguments", "units", "limits", "files", "reference", "costs", "schedules"),
-    *("report", "simulation"),
-    *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
+    *(
+        "errors",
+        "arguments",
+        "units",
+        "limits",
+        "files",
+        "reference",
+        "costs",
+        "options",
+        "schedules",
+    ),
+    *("deprecated", "report", "simulation"),
+    *("model", "runtime", "planning", "pipeline_setup", "pipeline", "checkpoint", "training"),
     *("verification", "launch", "zoo", "demo", "cli", "__main__"),
 ]
 TORCH_FREE = [
@@ -68,6 +78,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "Level",
         "Link",
         "ModelError",
+        "Options",
         "ParityError",
         "Pipeline",
         "Plan",

@@ -21,6 +21,7 @@ from stageline.planning.partition.pipedream import partition
 from stageline.planning.partition.pipedream_graph import parse_graph
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.profiling.repeat import repeated
+from stageline.zoo.cases import grouped
 
 LAYER = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
 PROFILE = Profile(("a", "b"), (Measurement(1, (LAYER, LAYER), ()),))
@@ -117,7 +118,7 @@ def test_a_pipeline_of_sizes_that_cannot_be_is_refused() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for sizes in ({"num_ranks": 10**11}, {"num_microbatches": 10**14}):
         given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 2} | sizes
-        refused_in_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **given))
+        refused_in_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **grouped(given)))
 
 
 @pytest.mark.parametrize(

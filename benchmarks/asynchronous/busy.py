@@ -59,15 +59,16 @@ def measured(name: str, milliseconds: float, backend: str, runs: int) -> list[Ti
         num_microbatches=MICROBATCHES,
         schedule=name,
         backend=backend,
-        optimizer=lambda parameters: SGD(parameters, 0.0),  # weights stay 1.0
+        optimizer_fn=lambda parameters: SGD(parameters, 0.0),
     )
     batch = torch.ones(MICROBATCHES, 1), torch.ones(MICROBATCHES, 1)
     timelines = []
     with closing(pipe):
         list(pipe.run([batch] * 4))
         for _ in range(runs):
-            with pipe.trace() as timeline:
+            with pipe.trace() as trace:
                 list(pipe.run([batch] * MINIBATCHES))
+            timeline = trace.timeline
             timelines.append(timeline)
     return timelines
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stageline.errors import StagelineError as StagelineError
     from stageline.model.layers import Layer as Layer
     from stageline.model.layers import LayerSequence as LayerSequence
+    from stageline.options import Options as Options
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.planning.cluster.cluster import Cluster as Cluster
     from stageline.planning.cluster.cluster import Device as Device
@@ -70,6 +71,7 @@ _HOMES = {
     "Link": "costs",
     "ModelError": "errors",
     "ParityError": "errors",
+    "Options": "options",
     "Pipeline": "pipeline",
     "Plan": "planning.plan",
     "PlanError": "errors",

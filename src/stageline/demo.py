@@ -104,7 +104,7 @@ def _pipeline(text: Tensor, ranks: int, schedule: str) -> Pipeline:
         num_ranks=ranks,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
-        sample=_batch(text, 0)[0],
+        example_inputs=_batch(text, 0)[0],
     )
 
 
@@ -120,7 +120,9 @@ def _introduce(console: Console, pipe: Pipeline, text: Tensor) -> None:
         f"in {MICROBATCHES} micro-batches, by {pipe.schedule.name}:"
     )
     names = [layer.name for layer in pipe.layers]
-    for stage, (numbers, rank) in enumerate(zip(pipe.cut, pipe.schedule.placement, strict=True)):
+    for stage, (numbers, rank) in enumerate(
+        zip(pipe._session.assembly.layout.stages, pipe.schedule.placement, strict=True)
+    ):
         console.print(f"  stage {stage} on rank {rank}: {', '.join(names[n] for n in numbers)}")
 
 
@@ -135,8 +137,9 @@ def _train(console: Console, pipe: Pipeline, text: Tensor, steps: int) -> Traini
     with progress(console, steps) as told:
         try:
             for step in range(steps):
-                with pipe.trace() as timeline:
+                with pipe.trace() as trace:
                     result = pipe.step(*_batch(text, step))
+                timeline = trace.timeline
                 pipe.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from stageline.errors import ModelError, ParityError, ScheduleError
-from stageline.pipeline import LossFunction, Pipeline
+from stageline.pipeline import Pipeline
+from stageline.runtime.settings import LossFunction
 
 
 class Case(NamedTuple):

@@ -16,6 +16,7 @@ import stageline as sl
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
 from stageline.runtime.placement.move_layers import follow
+from stageline.zoo.cases import grouped
 from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 
@@ -167,7 +168,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Six steps, one of them without an update; after one of them layers move."""
     made = model()
-    pipe = sl.Pipeline(made, loss, num_microbatches=4, **options)
+    pipe = sl.Pipeline(made, loss, num_microbatches=4, **grouped(options))
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     parameters = list(made.parameters())
     for number in range(6):
@@ -207,9 +208,9 @@ def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_f
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
 
     def traced() -> sl.Timeline:
-        with pipe.trace() as timeline:
+        with pipe.trace() as trace:
             pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return timeline
+        return trace.timeline
 
     before = [traced() for _ in range(3)]
     found = pipe.replan(optimizer, before)
@@ -229,7 +230,7 @@ def test_recomputation_and_what_was_learned_of_layers_stay_after_a_move() -> Non
     )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     pipe.replan(optimizer, [slow_first(pipe)])
-    assert pipe.executor.recompute == ("always", "never")
+    assert pipe._session.assembly.settings.recompute == ("always", "never")
     pipe.verify(*torch.randint(0, 11, (2, 9, 5)))
     pipe.close()
 

@@ -107,7 +107,7 @@ class Saved:
         self.at_work = (0, 0)  # stage and micro-batch
         self.tensors: Counter[tuple[int, int]] = Counter()
         self.peak: Counter[int] = Counter()
-        for stage, numbers in enumerate(pipe.cut):
+        for stage, numbers in enumerate(pipe._session.assembly.layout.stages):
             first = pipe.layers.layers[numbers[0]].module
             first.register_forward_pre_hook(self._beginning(stage))
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stageline.errors import ModelError
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
 
@@ -66,7 +67,7 @@ def test_context_variables_of_the_caller_count(backend: str, recompute: str) -> 
 
     model, plain = layers(), layers()
     options: Any = {"num_ranks": 3, "num_microbatches": 2, "schedule": "zb_h1"}
-    pipe = Pipeline(model, loss, backend=backend, recompute=recompute, **options)
+    pipe = Pipeline(model, loss, backend=backend, recompute=recompute, **grouped(options))
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     for scale in (2.0, 0.25):  # threads stay, the caller's context changes
         token = SCALE.set(scale)
@@ -94,7 +95,7 @@ def test_hooks_on_saved_tensors_count(backend: str, recompute: str) -> None:
 
     model, plain, exact = layers(nn.ReLU), layers(nn.ReLU), layers(nn.ReLU)
     options: Any = {"num_ranks": 2, "num_microbatches": 2}
-    pipe = Pipeline(model, mse_loss, backend=backend, recompute=recompute, **options)
+    pipe = Pipeline(model, mse_loss, backend=backend, recompute=recompute, **grouped(options))
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with saved_tensors_hooks(lossy, back):
         pipe.step(x, y)
@@ -120,7 +121,7 @@ def test_hooks_count_for_a_forward_that_is_run_again_after_their_block(backend: 
 
     model, plain = layers(nn.Tanh), layers(nn.Tanh)
     options: Any = {"num_ranks": 2, "num_microbatches": 1, "recompute": "always"}
-    pipe = Pipeline(model, mse_loss, backend=backend, **options)
+    pipe = Pipeline(model, mse_loss, backend=backend, **grouped(options))
     x = torch.randn(4, 4)
     found, wanted = outputs_of(model, pipe, x), outputs_of(plain, plain, x)
     assert all(map(torch.equal, found, wanted))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from stageline.errors import ModelError
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 
 
@@ -80,7 +81,9 @@ def test_statistics_do_not_depend_on_ranks_backend_or_recomputation() -> None:
 def test_a_short_batch_leaves_nothing_for_the_next() -> None:
     """Fewer samples than micro-batches; torchgpipe keeps such statistics for the next batch."""
     ours = model()
-    pipe = Pipeline(ours, mse_loss, num_ranks=2, num_microbatches=4, batch_norm="minibatch")
+    pipe = Pipeline(
+        ours, mse_loss, num_ranks=2, num_microbatches=4, options=Options(batch_norm="minibatch")
+    )
     plain = copy.deepcopy(ours[0])
     for length in (3, 8):
         x, target = batch(length)
@@ -103,4 +106,6 @@ def test_evaluation_mode_is_left_alone() -> None:
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(ModelError, match="batch_norm is 'batch', but takes 'minibatch' or"):
-        Pipeline(model(), mse_loss, num_ranks=1, num_microbatches=1, batch_norm="batch")
+        Pipeline(
+            model(), mse_loss, num_ranks=1, num_microbatches=1, options=Options(batch_norm="batch")
+        )

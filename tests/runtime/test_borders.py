@@ -15,6 +15,7 @@ import stageline as sl
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.runtime.exactness.strided_copy import exact_copy, misalignment, share_memory
+from stageline.zoo.cases import grouped
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 Case = tuple[list[nn.Module | Layer], Tensor, Tensor]
@@ -126,7 +127,7 @@ def test_gradients_keep_their_strides_at_a_border(make: Callable[[], Case]) -> N
         torch.manual_seed(3)
         layers, x, y = make()
         options: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": schedule}
-        pipe = Pipeline(layers, mse_loss, backend=backend, recompute=recompute, **options)
+        pipe = Pipeline(layers, mse_loss, backend=backend, recompute=recompute, **grouped(options))
         for _ in range(2):  # the second time layers that work in place are known
             pipe.verify(x, y)
         pipe.close()
@@ -174,8 +175,10 @@ def test_a_value_of_many_readers_that_use_it_more_than_once(schedule: str) -> No
     inputs = {"x": torch.randn(8, 5, 8), "source": torch.randn(8, 6, 8)}
     target = torch.randn(8, 5, 8)
     options: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": schedule}
-    Pipeline(cross_attention(), mse_loss, backend="serial", **options).verify(inputs, target)
-    pipe = Pipeline(bias_of_all_layers(), mse_loss, backend="threads", **options)
+    Pipeline(cross_attention(), mse_loss, backend="serial", **grouped(options)).verify(
+        inputs, target
+    )
+    pipe = Pipeline(bias_of_all_layers(), mse_loss, backend="threads", **grouped(options))
     pipe.verify(inputs["x"], target)
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from stageline.errors import ParityError, StagelineError
 from stageline.pipeline import Pipeline
 from stageline.runtime.exactness.tied_weights import TiedWeights
+from stageline.zoo.cases import grouped
 
 WAYS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "backend": "serial"},
@@ -65,7 +66,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pipeline]]:
 
     def make(model: nn.Module, **options: Any) -> Pipeline:
         usual: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4}
-        pipes.append(Pipeline(model, F.cross_entropy, **usual | request.param | options))
+        pipes.append(Pipeline(model, F.cross_entropy, **grouped(usual | request.param | options)))
         return pipes[-1]
 
     yield make
@@ -262,7 +263,7 @@ def test_a_tied_weight_keeps_its_class_attributes_and_parametrization(
     assert found.grad is not None
     assert first.grad is not None
     assert torch.equal(found.grad, first.grad)
-    times = 2 if "always" in pipe.executor.recompute else 1
+    times = 2 if "always" in pipe._session.assembly.settings.recompute else 1
     assert getattr(found, "num_uses", 0) == times * getattr(first, "num_uses", 0)
     pipe.verify(*batch())
 
@@ -326,8 +327,8 @@ def test_hooks_are_called_in_a_stream_of_several_versions(backend: str) -> None:
         model,
         F.cross_entropy,
         backend=backend,
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
-        **options,
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
+        **grouped(options),
     )
     for number, _ in enumerate(pipe.run([batch()] * 6)):
         if number == 0:  # it is not the last to be registered
@@ -351,8 +352,8 @@ def test_a_hook_that_changes_weights_in_a_stream_is_refused(schedule: str) -> No
         model,
         F.cross_entropy,
         backend="serial",
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
-        **options,
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
+        **grouped(options),
     )
     with pytest.raises(StagelineError, match="changed in the middle of a step"):
         list(pipe.run([batch()] * 3))
@@ -369,8 +370,8 @@ def test_weights_tied_within_a_stage_share_their_hooks_in_a_stream() -> None:
         model,
         F.cross_entropy,
         backend="serial",
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.0),
-        **options,
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.0),
+        **grouped(options),
     )
     list(pipe.run([batch()]))
     expected, wanted = tied(), list[Tensor]()

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from stageline.errors import ModelError, ParityError, StageError
 from stageline.model.layers import Layer
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 Made = list[nn.Module | Layer]
 
@@ -73,7 +74,7 @@ def test_changes_behind_a_layer_that_passes_its_input_on(name: str) -> None:
                     schedule=schedule,
                     backend=backend,
                     recompute=recompute,
-                    **BALANCED,
+                    **grouped(BALANCED),
                 )
                 x, y = torch.randn(8, 4), torch.randn(8, 4)
                 for _ in range(2):
@@ -308,13 +309,13 @@ def test_verify_leaves_no_gradient_behind_and_compares_those_of_the_loss() -> No
         return mse_loss(output * (scale * 2 if in_pipeline else scale), target)
 
     pipe = Pipeline([nn.Linear(4, 4)], cheating, num_ranks=1, num_microbatches=2)
-    run, pipe.is_cheating = pipe._run, False  # type: ignore[attr-defined]
+    run, pipe.is_cheating = pipe._session.run, False  # type: ignore[attr-defined]
 
-    def noted(step: Any) -> None:
+    def noted(minibatch: Any, purpose: Any) -> None:
         pipe.is_cheating = True  # type: ignore[attr-defined]
-        run(step)
+        run(minibatch, purpose)
 
-    pipe._run = noted  # type: ignore[method-assign]
+    pipe._session.run = noted  # type: ignore[method-assign, assignment]
     with pytest.raises(ParityError):
         pipe.verify(x, y)
 

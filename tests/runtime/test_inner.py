@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from stageline.errors import ParityError, StageError
 from stageline.pipeline import Pipeline
 from stageline.runtime.engine import stage
+from stageline.zoo.cases import grouped
 
 Gradients = list[Tensor | None]
 WAYS: list[dict[str, Any]] = [
@@ -310,7 +311,7 @@ def differ(a: Gradients, b: Gradients) -> list[int]:
 
 def opened(model: nn.Module, loss_fn: Callable[..., Tensor] = F.mse_loss, **way: Any) -> Pipeline:
     options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "batch_norm": "microbatch"}
-    return Pipeline(model, loss_fn, **options | way)
+    return Pipeline(model, loss_fn, **grouped(options | way))
 
 
 def check_like_a_plain_loop(
@@ -531,7 +532,7 @@ def test_a_stage_that_differentiates_nothing_still_puts_its_weights_off() -> Non
     """Only a layer of the user's own is watched, and only in the first step."""
     for layer, num_watched in ((nn.Tanh, 0), (Usual, 1)):
         pipe = opened(chain(layer), schedule="zb_h1", backend="serial")
-        first, counts = pipe.executor.stages[0], list[int]()
+        first, counts = pipe._session.assembly.stages[0], list[int]()
         usual = first.weight_gradients
 
         def counted(microbatch: int, waiting: Any, usual: Any = usual, seen: Any = counts) -> None:

@@ -15,6 +15,7 @@ from torch.nn.functional import batch_norm, mse_loss
 
 from stageline.errors import StageError
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 
 class Ema(nn.Module):
@@ -162,7 +163,7 @@ def test_verify_sees_that_state_is_moved_once_and_leaves_it_as_it_was(name: str)
     model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(6, 3))
     x, y = torch.randn(8, 6), torch.randn(8, 3)
     options: dict[str, Any] = {"num_ranks": 3, "num_microbatches": 4, "backend": "serial"}
-    pipe = Pipeline(model, mse_loss, recompute="always", **options)
+    pipe = Pipeline(model, mse_loss, recompute="always", **grouped(options))
     for _ in range(2):
         before = random.getstate(), {k: v.clone() for k, v in model.state_dict().items()}
         calls = getattr(module, "calls", 0)

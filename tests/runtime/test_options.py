@@ -14,8 +14,10 @@ from torch.nn.functional import mse_loss
 from stageline.errors import BatchError, ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.model.split import cut
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.schedules.build import schedule_names
+from stageline.zoo.cases import grouped
 
 SPLIT = ["zb_h1", "zbv"]  # schedules with I and W
 
@@ -32,7 +34,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def trained(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
     """Gradients after two steps without `zero_grad`."""
-    pipe = Pipeline(model, mse_loss, num_microbatches=4, **options)
+    pipe = Pipeline(model, mse_loss, num_microbatches=4, **grouped(options))
     pipe.step(*batch)
     pipe.step(*batch)
     pipe.close()
@@ -55,7 +57,9 @@ def test_fused_accumulation_has_the_same_bits_for_any_schedule(schedule: str) ->
 
 
 def test_fused_accumulation_is_held_to_a_plain_loop_that_fuses() -> None:
-    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, accumulate="fused")
+    pipe = Pipeline(
+        chain(), mse_loss, num_ranks=2, num_microbatches=4, options=Options(accumulate="fused")
+    )
     pipe.verify(torch.randn(64, 6), torch.randn(64, 3))
     pipe.close()
 
@@ -122,7 +126,7 @@ def test_compiled_layers_train_to_the_same_bits(
 def test_a_compiled_stage_leaves_nothing_for_later() -> None:
     model = blocks(lambda module: torch.compile(module, backend="eager"))
     pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, schedule="zb_h1")
-    assert all(stage.is_compiled for stage in pipe.executor.stages)
+    assert all(stage.is_compiled for stage in pipe._session.assembly.stages)
     pipe.step(torch.randn(4, 6), torch.randn(4, 6))
     assert len(gradients(model)) == 8
     pipe.close()
@@ -149,7 +153,7 @@ def test_autocast_and_a_scaler_train_to_the_same_bits(
         if which is model:
             options: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
             pipe = Pipeline(
-                model, scaled, num_ranks=2, num_microbatches=4, backend=backend, **options
+                model, scaled, num_ranks=2, num_microbatches=4, backend=backend, **grouped(options)
             )
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
@@ -224,7 +228,7 @@ def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward
     wanted = trained(chain(), batch, num_ranks=2, schedule=schedule)
     model, memory = chain(), FakeMemory()
     pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=4, schedule=schedule)
-    first = pipe.executor.stages[0]
+    first = pipe._session.assembly.stages[0]
     first.host_memory = memory
     whole = first.backward
 
@@ -247,7 +251,7 @@ def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward
 def test_what_is_needed_at_once_is_not_moved() -> None:
     memory = FakeMemory()
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
-    pipe.executor.stages[-1].host_memory = memory  # its backward follows each forward
+    pipe._session.assembly.stages[-1].host_memory = memory  # its backward follows each forward
     pipe.step(torch.randn(8, 6), torch.randn(8, 3))
     assert memory.events == []
     pipe.close()
@@ -281,9 +285,9 @@ def test_layers_are_balanced_by_what_they_compute() -> None:
     assert len(by_flops[0]) == 1
     before = copy.deepcopy(wide.state_dict())
     pipe = Pipeline(
-        wide, mse_loss, num_ranks=2, num_microbatches=2, sample=torch.zeros(2, 3, 64, 64)
+        wide, mse_loss, num_ranks=2, num_microbatches=2, example_inputs=torch.zeros(2, 3, 64, 64)
     )
-    assert pipe.cut == by_flops
+    assert pipe._session.assembly.layout.stages == by_flops
     assert all(torch.equal(before[name], tensor) for name, tensor in wide.state_dict().items())
     pipe.close()
 

@@ -8,7 +8,6 @@ import signal
 from collections import UserList
 from collections.abc import Callable
 from itertools import pairwise
-from operator import attrgetter
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from stageline.errors import BatchError, ModelError, ParityError, ScheduleError, StageError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.schedules.schedule import Schedule
 
@@ -59,7 +59,7 @@ def test_with_a_count_the_loss_is_the_mean_over_what_counts() -> None:
         summed,
         num_ranks=2,
         num_microbatches=3,
-        count_fn=lambda target: (target != -100).sum(),
+        options=Options(count_fn=lambda target: (target != -100).sum()),
     )
     result = pipe.step(x, y)
     whole = copy.deepcopy(model)
@@ -135,8 +135,9 @@ def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> 
     pipe = Pipeline(
         chain(), mse_loss, num_ranks=2, num_microbatches=3, schedule="zb_h1", backend=backend
     )
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+    timeline = trace.timeline
     assert [tuple(span.action for span in row) for row in timeline.spans] == list(
         pipe.schedule.actions
     )
@@ -164,28 +165,34 @@ def test_the_pipeline_switches_all_that_it_was_given(how: str) -> None:
         assert {layer.module.training for layer in pipe.layers} == {is_training}
 
 
-MEASURES = ("makespan", "busy", "step_bubble", "span_bubble", "rank_spans", "schedule", "num_ranks")
-
-
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_measure_is_read_after_the_block_of_a_trace_and_refused_in_it(backend: str) -> None:
+def test_the_timeline_of_a_trace_exists_after_its_block_and_not_in_it(backend: str) -> None:
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
-    read: list[Callable[[object], object]] = [str, *map(attrgetter, MEASURES)]
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         for when in ("before", "after"):
-            for each in read:
-                with pytest.raises(ModelError, match=r"still being measured.* read it after the b"):
-                    each(timeline)
+            with pytest.raises(ModelError, match="the trace is not over: read its timeline after"):
+                trace.timeline  # noqa: B018
             if when == "before":
                 pipe.step(torch.randn(6, 4), torch.randn(6, 3))
-        assert repr(timeline) == "Timeline(still being measured)"
+    timeline = trace.timeline
     assert timeline.makespan == max(row[-1].end for row in timeline.spans) > 0
     assert min(timeline.busy) > 0
     assert timeline.num_ranks == 2
-    with pipe.trace() as nothing:
+    with pipe.trace() as trace:
         pass
+    nothing = trace.timeline
     assert (nothing.makespan, nothing.busy, nothing.num_ranks) == (0.0, (0.0, 0.0), 2)
     pipe.close()
+
+
+@pytest.mark.parametrize("name", ["makespan", "busy", "step_bubble", "schedule", "num_ranks"])
+def test_a_trace_used_as_a_timeline_still_works_and_says_what_to_write(name: str) -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=3, backend="serial")
+    with pipe.trace() as trace:
+        pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+    with pytest.warns(DeprecationWarning, match=rf"use trace\.timeline\.{name}"):
+        found = getattr(trace, name)
+    assert found == getattr(trace.timeline, name)
 
 
 class Failing(nn.Module):

@@ -25,10 +25,13 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import Pipeline, Results
+from stageline.options import Options
+from stageline.pipeline import Pipeline
 from stageline.runtime.engine.result import StepResult
+from stageline.runtime.engine.run import StepResults
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
+from stageline.zoo.cases import grouped
 from stageline.zoo.plain import train_plainly
 from stageline.zoo.plain_asynchronous import train_asynchronously
 
@@ -109,7 +112,7 @@ def build(
     defaults: dict[str, Any] = {"seed": SEED, "num_microbatches": 1, "schedule": "pipedream"}
     options = defaults | given
     options.setdefault("num_ranks", len(options.get("balance", [1, 1, 1])))
-    return Pipeline(layers, mse_loss, optimizer=make_optimizer, **options)
+    return Pipeline(layers, mse_loss, optimizer_fn=make_optimizer, **grouped(options))
 
 
 def streamed(data: Iterable[Batch], layers: LayerSequence, *args: Any, **options: Any) -> Trained:
@@ -294,18 +297,18 @@ class Loader:
             raise OSError("the disk is full")
 
 
-def to_the_end(stream: Results) -> int:
+def to_the_end(stream: StepResults) -> int:
     return len(list(stream))
 
 
-def until_the_loader_breaks(stream: Results) -> int:
+def until_the_loader_breaks(stream: StepResults) -> int:
     results: list[StepResult] = []
     with pytest.raises(OSError, match="the disk is full"):
         results.extend(result for result in stream)
     return len(results)
 
 
-def with_a_break(stream: Results) -> int:
+def with_a_break(stream: StepResults) -> int:
     """As a for loop is left: nobody holds the stream any more."""
     count = 0
     for _ in stream:
@@ -316,7 +319,7 @@ def with_a_break(stream: Results) -> int:
     return count
 
 
-def until_the_body_raises(stream: Results) -> int:
+def until_the_body_raises(stream: StepResults) -> int:
     def work() -> None:
         for number, _ in enumerate(stream):
             if number == 1:
@@ -328,7 +331,7 @@ def until_the_body_raises(stream: Results) -> int:
     return 2
 
 
-def until_it_is_closed(stream: Results) -> int:
+def until_it_is_closed(stream: StepResults) -> int:
     next(stream)
     next(stream)
     stream.close()
@@ -336,7 +339,7 @@ def until_it_is_closed(stream: Results) -> int:
     return 2
 
 
-ENDINGS: dict[str, Callable[[Results], int]] = {
+ENDINGS: dict[str, Callable[[StepResults], int]] = {
     "end": to_the_end,
     "loader breaks": until_the_loader_breaks,
     "break": with_a_break,
@@ -395,7 +398,7 @@ def test_a_loop_that_is_left_drains_the_stream_at_once(backend: str) -> None:
     pipe = build(layers, balance=BALANCES[3], backend=backend)
     for _ in pipe.run(data):
         break
-    assert not pipe.is_streaming
+    assert not pipe._session.is_streaming
     wanted = plainly(data[: 1 + pipe.ahead], plain, balance=BALANCES[3])
     assert_same_bits(trained(layers, pipe.optimizers, wanted.losses), wanted)
     pipe.close()
@@ -492,7 +495,7 @@ def test_a_stage_holds_the_versions_that_are_in_use_and_no_other_memory(
     buffers = [buffer.data_ptr() for buffer in pipe.layers.modules.buffers()]
     most: Counter[int] = Counter()
     for _ in pipe.run(data):
-        for number, stage in enumerate(pipe.executor.stages):
+        for number, stage in enumerate(pipe._session.assembly.stages):
             held = stage.versions.num_bytes if stage.versions else bytes_of_one
             most[number] = max(most[number], held // bytes_of_one)
     assert [max(counts) for counts in memories.counts] == versions
@@ -508,8 +511,10 @@ def test_steps_that_are_left_out_hold_no_more_versions() -> None:
     pipe = build(one_weight_each(3), balance=[2] * 3, num_microbatches=1, backend="serial")
     data = [(torch.randn(4, 6), torch.full((4, 6), torch.inf)) for _ in range(12)]
     for _ in pipe.run(data):
-        kept = [len(stage.versions.kept) for stage in pipe.executor.stages if stage.versions]
-        assert kept == [3, 2] or not pipe.is_streaming
+        kept = [
+            len(stage.versions.kept) for stage in pipe._session.assembly.stages if stage.versions
+        ]
+        assert kept == [3, 2] or not pipe._session.is_streaming
     pipe.close()
 
 
@@ -564,7 +569,7 @@ def test_synchronous_schedules_stream_to_the_bits_of_the_plain_loop(schedule: st
     losses = train_plainly(plain, mse_loss, optimizer, data, num_microbatches=4, seed=SEED)
     wanted = Trained(plain.state_dict(), losses)
     options: dict[str, Any] = {"schedule": schedule, "num_ranks": 2, "num_microbatches": 4}
-    options |= {"recompute": RECOMPUTE[number % 3], "scheduler": warm_up}
+    options |= {"recompute": RECOMPUTE[number % 3], "scheduler_fn": warm_up}
     backend, other = BACKENDS if number % 2 else BACKENDS[::-1]
     layers = noisy()
     found = streamed(data, layers, make, backend=backend, **options)
@@ -621,9 +626,8 @@ def test_a_step_that_cannot_be_taken_back_waits_for_the_norm_of_all_gradients(
         schedule=schedule,
         num_ranks=2,
         num_microbatches=4,
-        optimizer=lambda own: RMSprop(own, 0.01),
-        max_norm=0.5,
-        seed=SEED,
+        optimizer_fn=lambda own: RMSprop(own, 0.01),
+        options=Options(max_norm=0.5, seed=SEED),
     )
     found = [float(result.loss) for result in pipe.run(data)]
     wanted = Trained(plain.state_dict(), losses)
@@ -720,7 +724,7 @@ def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -
     def gradient_descent(weights: Weights) -> Optimizer:
         return SGD(weights, 0.02)
 
-    options = {"schedule": schedule, "num_microbatches": 3, "scheduler": scheduler}
+    options = {"schedule": schedule, "num_microbatches": 3, "scheduler_fn": scheduler}
     pipe = build(quiet(), gradient_descent, backend="serial", **options)
     with pytest.warns(
         RuntimeWarning, match=r"^step 2[0-4]: the (update|loss).* smaller learning"
@@ -769,10 +773,10 @@ def test_ordinary_training_is_not_warned_of(
         cross_entropy,
         num_ranks=2,
         num_microbatches=2,
-        optimizer=OPTIMIZERS[optimizer],
-        scheduler=scheduler,
+        optimizer_fn=OPTIMIZERS[optimizer],
+        scheduler_fn=scheduler,
         backend="serial",
-        **RULES[rule],
+        **grouped(RULES[rule]),
     )
     teacher, data = torch.randn(8, 3), [torch.randn(2, 8) for _ in range(60)]
     assert len(list(pipe.run((x, (x @ teacher).argmax(1)) for x in data))) == 60

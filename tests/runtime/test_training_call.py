@@ -11,7 +11,9 @@ from torch.nn.functional import mse_loss
 
 from stageline.errors import ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 
 def model() -> nn.Sequential:
@@ -37,10 +39,12 @@ def test_a_loss_outside_gives_the_gradients_of_a_step(
     x, y = torch.randn(8, 4), torch.randn(8, 3)
     outside, inside = model(), model()
     options = {"num_ranks": 2, "num_microbatches": 4, "backend": backend, "recompute": recompute}
-    pipe = Pipeline(outside, mse_loss, schedule=schedule, **options)  # type: ignore[arg-type]
+    pipe = Pipeline(outside, mse_loss, schedule=schedule, **grouped(options))
     mean_of_each(pipe(x), y).backward()  # type: ignore[no-untyped-call]
     # a power of two as the number of samples, so that dividing rounds nothing
-    other = Pipeline(inside, sum_of_each, schedule=schedule, count_fn=len, **options)  # type: ignore[arg-type]
+    other = Pipeline(
+        inside, sum_of_each, schedule=schedule, options=Options(count_fn=len), **grouped(options)
+    )
     other.step(x, y)
     for (name, a), b in zip(outside.named_parameters(), inside.parameters(), strict=True):
         assert a.grad is not None

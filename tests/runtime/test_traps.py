@@ -24,10 +24,11 @@ import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.backends.threads import Threads
+from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.action import Kind
 from stageline.schedules.build import schedule_names
+from stageline.zoo.cases import grouped
 from stageline.zoo.emulated import Occupy
 
 Build = Callable[..., Pipeline]
@@ -41,7 +42,9 @@ def build() -> Iterator[Build]:
     built: list[Pipeline] = []
 
     def make(model: Any, loss_fn: Any = mse_loss, **options: Any) -> Pipeline:
-        built.append(Pipeline(model, loss_fn, **{"num_ranks": 2, "num_microbatches": 4} | options))
+        built.append(
+            Pipeline(model, loss_fn, **grouped({"num_ranks": 2, "num_microbatches": 4} | options))
+        )
         return built[-1]
 
     yield make
@@ -351,8 +354,10 @@ def test_trap_08_every_layer_runs_whether_or_not_their_number_divides(
     layers = LayerSequence.of(nn.Linear(3, 3) for _ in range(num_layers))
     alive = Alive(layers)
     pipe = build(layers, num_ranks=num_ranks, schedule=schedule)
-    assert [number for stage in pipe.cut for number in stage] == list(range(num_layers))
-    assert all(pipe.cut)
+    assert [number for stage in pipe._session.assembly.layout.stages for number in stage] == list(
+        range(num_layers)
+    )
+    assert all(pipe._session.assembly.layout.stages)
     pipe.step(torch.randn(8, 3), torch.randn(8, 3))
     assert alive.calls == {layer.name: 4 for layer in layers}
     assert len(gradients(layers.modules)) == 2 * num_layers
@@ -364,7 +369,7 @@ def test_trap_08_no_rank_is_left_empty_beside_a_large_layer(
 ) -> None:
     layers = [nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3)) for width in widths]
     pipe = build([Layer(str(i), layer) for i, layer in enumerate(layers)], num_ranks=4)
-    assert sorted(map(len, pipe.cut)) == [1, 1, 1, 2]
+    assert sorted(map(len, pipe._session.assembly.layout.stages)) == [1, 1, 1, 2]
 
 
 def test_trap_08_fewer_layers_than_stages_are_an_error(build: Build) -> None:
@@ -415,12 +420,12 @@ def test_trap_09_a_tied_gradient_counts_once_for_each_use(build_each: Build) -> 
 def left_behind(pipe: Pipeline, alive: Alive) -> set[tuple[str, int]]:
     """Of micro-batches whose backward is over, in the backwards of those that follow."""
     found: set[tuple[str, int]] = set()
-    for stage in pipe.cut:
+    for stage in pipe._session.assembly.layout.stages:
         layers = [pipe.layers.layers[number] for number in stage]
         # what a stage sends on is held by the next one until its own W, which on another thread
         # comes when it comes
         is_split = any(action.kind is Kind.W for row in pipe.schedule.actions for action in row)
-        is_free = is_split and isinstance(pipe.driver, Threads)
+        is_free = is_split and isinstance(pipe._session.backend, ThreadsBackend)
         names = {layer.name for layer in (layers[:-1] if is_free else layers)}
         for weight in (weight for layer in layers for weight in layer.module.parameters()):
             microbatches = iter(range(4))
@@ -492,7 +497,10 @@ def test_trap_10_recomputation_keeps_the_inputs_of_stages_and_nothing_else(build
     options = {"schedule": "gpipe", "backend": "serial", "recompute": "always"}
     pipe = build(layers, loss_fn, num_ranks=3, **options)
     pipe.step(*batch(8))
-    stages = [[layers.layers[number].name for number in stage] for stage in pipe.cut[:-1]]
+    stages = [
+        [layers.layers[number].name for number in stage]
+        for stage in pipe._session.assembly.layout.stages[:-1]
+    ]
     before_last = {name for stage in stages for name in stage}
     # when all forwards are done, of their first run; what is recomputed ahead has later numbers
     kept = {(name, call) for name, call in held[3] if name in before_last and call < 4}
@@ -733,8 +741,9 @@ def idle_shares(pipe: Pipeline) -> dict[str, float]:
 
 def shares_of_a_step(pipe: Pipeline, x: Tensor, y: Tensor) -> dict[str, float]:
     """Of ranks × makespan."""
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         pipe.step(x, y)
+    timeline = trace.timeline
     for idle, busy in zip(timeline.idle, timeline.busy, strict=True):
         assert sum(idle) == pytest.approx(timeline.makespan - busy, rel=1e-6)
         assert min(idle) >= 0

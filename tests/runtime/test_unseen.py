@@ -11,7 +11,9 @@ from torch.nn.functional import mse_loss
 
 from stageline.errors import ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 
 @pytest.fixture(params=["serial", "threads"])
@@ -27,9 +29,9 @@ def pipedream(layers: list[nn.Module], backend: str, **options: Any) -> Pipeline
         num_ranks=3,
         num_microbatches=1,
         schedule="pipedream",
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
         backend=backend,
-        **options,
+        **grouped(options),
     )
 
 
@@ -181,8 +183,8 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
             num_ranks=2,
             num_microbatches=3,
             balance=balance,
-            batch_norm=mode,
             backend=backend,
+            options=Options(batch_norm=mode),
         )
 
     batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)

@@ -184,8 +184,8 @@ def test_a_pipeline_with_its_own_optimizer_streams_and_goes_on_where_it_was(
                 num_ranks=2,
                 num_microbatches=2,
                 schedule=schedule,
-                optimizer=lambda weights: torch.optim.AdamW(weights, 0.01),
-                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+                optimizer_fn=lambda weights: torch.optim.AdamW(weights, 0.01),
+                scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
                 backend="serial",
             )
             reports = sl.fit(pipe, data, None, steps=last, folder=folder, save_every=5)
@@ -205,7 +205,7 @@ def test_fit_refuses_an_optimizer_beside_the_pipelines_own() -> None:
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=2,
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
         backend="serial",
     )
     with pytest.raises(

@@ -37,7 +37,7 @@ from stageline.checkpoint.storage import Form
 from stageline.checkpoint.values import decode
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.backends.processes.collectives import local
+from stageline.runtime.engine.replicas import local
 from stageline.runtime.optimizers.param_groups import is_on_host
 
 

@@ -31,7 +31,7 @@ from stageline.checkpoint.storage import (
     tensor_bytes,
 )
 from stageline.errors import CheckpointError
-from stageline.runtime.backends.processes.collectives import local
+from stageline.runtime.engine.replicas import local
 
 BLOCK = 2**24  # bytes that are read at a time where nothing is kept
 HELD = 2**28  # bytes that a reader may keep in memory between its two passes

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from stageline.errors import CheckpointError
-from stageline.runtime.backends.processes.collectives import local
+from stageline.runtime.engine.replicas import local
 
 # as the format spells them
 DTYPES = {

@@ -125,7 +125,7 @@ class Interval:
         """All ranks make it: it is told by all of them."""
         losses = [float(result.loss) for result in self.results]
         seconds = perf_counter() - self.since
-        samples = pipe.peers.total(self.num_samples)
+        samples = pipe._session.assembly.collectives.total(self.num_samples)
         makespan = max(timeline.makespan, 1e-9) if timeline else 1.0
         devices = {parameter.device for parameter in pipe.parameters()}
         return Report(
@@ -197,7 +197,7 @@ def fit(
         tell = desk_of(pipe).agreed(
             lambda: _listeners(around, run, steps, done, tensorboard=tensorboard)
         )
-        with pipe.peers.noted():
+        with pipe._session.assembly.collectives.noted():
             return _train(run, loader, range(done + 1, steps + 1), position, tell)
 
 
@@ -228,7 +228,7 @@ def _check_here(run: Run, *, tensorboard: bool) -> None:
         raise ModelError("tensorboard is True, but there is no folder to write to: give folder=")
     if run.max_norm is not None and not run.max_norm > 0:
         raise ModelError(f"max_norm is {run.max_norm!r}, but has to be a number above 0")
-    if run.pipe.stepper is not None:
+    if run.pipe._session.optimizers is not None:
         theirs = {"optimizer": run.optimizer, "scheduler": run.scheduler, "max_norm": run.max_norm}
         for name, value in theirs.items():
             if value is not None:
@@ -245,16 +245,17 @@ def _check_here(run: Run, *, tensorboard: bool) -> None:
 def _train(
     run: Run, loader: Iterable[Any], steps: range, position: Position, tell: Write
 ) -> list[Report]:
-    data = batches(loader, run.pipe.seed, position)
-    if run.pipe.stepper is not None:
+    data = batches(loader, run.pipe._session.seed, position)
+    if run.pipe._session.optimizers is not None:
         return list(_streamed(run, data, steps, tell))
     reports = []
     interval = Interval()
     for step, batch in zip(steps, data, strict=False):
         is_last = step == steps[-1]
         if is_last or step % run.report_every == 0:
-            with run.pipe.trace() as timeline:
+            with run.pipe.trace() as trace:
                 interval.add(batch, run.step(batch))
+            timeline = trace.timeline
             reports.append(interval.report(run.pipe, step, timeline))
             tell(reports[-1])
             interval = Interval()

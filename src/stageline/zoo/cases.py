@@ -7,6 +7,7 @@ of many readers and of no tensor, batches that do not divide and one that is too
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import LossFunction, Pipeline
+from stageline.options import Options
+from stageline.pipeline import Pipeline
+from stageline.runtime.settings import LossFunction
+from stageline.schedules.build import build_schedule
 from stageline.zoo.branches import branches
 from stageline.zoo.gpt import gpt
 from stageline.zoo.gpt import loss as loss_of_tokens
@@ -79,7 +83,7 @@ def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: A
     """By a pipeline."""
     optimizer = _optimizer(case)
     options |= {"num_microbatches": num_microbatches, "seed": SEED}
-    pipe = Pipeline(case.layers, case.loss_fn, **options)
+    pipe = Pipeline(case.layers, case.loss_fn, **grouped(options))
     losses = []
     for inputs, target in case.batches:
         losses.append(float(pipe.step(inputs, target).loss))
@@ -87,6 +91,25 @@ def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: A
         optimizer.zero_grad()
     pipe.close()
     return Trained(_tensors(case, optimizer), losses)
+
+
+def grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `Pipeline`, with those of `Options` and of a schedule where they belong.
+
+    >>> grouped({"num_ranks": 2, "seed": 1})["options"].seed
+    1
+    """
+    found = dict(arguments)
+    options = {
+        field.name: found.pop(field.name) for field in fields(Options) if field.name in found
+    }
+    if options:
+        found["options"] = replace(found.get("options", Options()), **options)
+    of_schedule = {name: found.pop(name) for name in ("vertical_sync", "replicas") if name in found}
+    if of_schedule:
+        sizes = {name: found[name] for name in ("num_ranks", "num_microbatches")}
+        found["schedule"] = build_schedule(found["schedule"], **sizes, **of_schedule)
+    return found
 
 
 def differences(found: Trained, wanted: Trained) -> list[str]:

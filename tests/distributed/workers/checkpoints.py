@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
 from stageline.checkpoint import folder as folders
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
@@ -39,7 +40,7 @@ def model(width: int = 8) -> nn.Sequential:
 
 def pipeline(made: nn.Module, num_ranks: int, **options: Any) -> tuple[sl.Pipeline, AdamW | None]:
     options = {"num_microbatches": 4} | options
-    pipe = sl.Pipeline(made, loss, num_ranks=num_ranks, **options)
+    pipe = sl.Pipeline(made, loss, num_ranks=num_ranks, **grouped(options))
     has_weights = any(True for _ in pipe.parameters())
     return pipe, AdamW(pipe.parameters(), 1e-2) if has_weights else None
 
@@ -138,7 +139,7 @@ def load(folder: Path) -> None:
     wanted = unstopped(8)
     with torch.device("meta"):
         empty = model()
-    for made, options in ((model(), {}), (empty, {"init": lambda _: None})):
+    for made, options in ((model(), {}), (empty, {"init_fn": lambda _: None})):
         pipe, optimizer = pipeline(made, num_ranks, seed=9, **options)
         assert sl.load(folder, pipe, optimizer) == (3, {"seen": 27})
         train(pipe, optimizer, range(3, 8))
@@ -231,7 +232,10 @@ def mesh(folder: Path) -> None:
 def damaged(folder: Path) -> None:
     """Whatever is wrong, and whoever sees it: all ranks refuse, and none has changed anything."""
     rank = dist.get_rank()
-    owned = {"optimizer": lambda w: AdamW(w, 1e-2), "scheduler": lambda o: MultiStepLR(o, [2, 4])}
+    owned = {
+        "optimizer_fn": lambda w: AdamW(w, 1e-2),
+        "scheduler_fn": lambda o: MultiStepLR(o, [2, 4]),
+    }
     for name, options in (("given", {}), ("owned", owned)):
         pipe, optimizer = pipeline(model(), 2, **options)
         optimizer = None if options else optimizer
@@ -261,13 +265,13 @@ def damaged(folder: Path) -> None:
 def everything(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Any]:
     """Return copies of all that a load may change in this process."""
     found: dict[str, Any] = {name: t.clone() for name, t in pipe.state_dict().items()}
-    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe.seed]}
+    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe._session.seed]}
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         found |= {f"{number} {i}": group for i, group in enumerate(state["param_groups"])}
         for index, kept in state["state"].items():
             found |= {f"{number} {index} {key}": value for key, value in kept.items()}
-    for scheduler in pipe.stepper.schedulers if pipe.stepper else ():
+    for scheduler in pipe._session.optimizers.schedulers if pipe._session.optimizers else ():
         found["scheduler"] = deepcopy(scheduler.state_dict())
     return found
 

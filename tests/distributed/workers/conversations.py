@@ -44,7 +44,11 @@ def pipeline() -> tuple[sl.Pipeline, SGD]:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(2)]
     pipe = sl.Pipeline(
-        layers, nn.functional.mse_loss, num_ranks=2, num_microbatches=2, timeout=20.0
+        layers,
+        nn.functional.mse_loss,
+        num_ranks=2,
+        num_microbatches=2,
+        options=sl.Options(timeout=20.0),
     )
     return pipe, SGD(pipe.parameters(), 0.1)
 
@@ -55,8 +59,9 @@ def do_all(pipe: sl.Pipeline, optimizer: SGD, folder: Path) -> None:
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         results.append(pipe.step(X, X))
+    timeline = trace.timeline
     assert timeline.makespan > 0
     assert pipe.eval()(X).shape == (4, 4)
     pipe.train()

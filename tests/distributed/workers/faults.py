@@ -85,7 +85,7 @@ def pipeline(fault: Callable[[], None] = lambda: None) -> sl.Pipeline:
         num_ranks=3,
         num_microbatches=2,
         balance=[1, 1, 1],
-        timeout=TIMEOUT,
+        options=sl.Options(timeout=TIMEOUT),
     )
 
 
@@ -185,8 +185,8 @@ def in_stream(fault: Fault, _: Path) -> None:
         nn.functional.mse_loss,
         num_ranks=3,
         num_microbatches=2,
-        timeout=TIMEOUT,
-        optimizer=partial(SGD, lr=0.1),
+        optimizer_fn=partial(SGD, lr=0.1),
+        options=sl.Options(timeout=TIMEOUT),
     )
     for result in pipe.run(loader()):
         assert result.loss > 0

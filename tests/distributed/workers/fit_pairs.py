@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stageline as sl
 from stageline.training import fit as fitting
+from stageline.zoo.cases import grouped
 
 STEPS = 20
 sgd = partial(SGD, lr=0.1, momentum=0.9)
@@ -50,7 +51,7 @@ def run(folder: Path, save_every: int, report_every: int, form: str) -> dict[str
     sizes: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2, "timeout": 30.0}
     if form == "stream":
         sizes["optimizer"] = sgd
-    pipe = sl.Pipeline(model(num_ranks), nn.functional.mse_loss, **sizes)
+    pipe = sl.Pipeline(model(num_ranks), nn.functional.mse_loss, **grouped(sizes))
     intervals: dict[str, Any] = {"save_every": save_every, "report_every": report_every}
     optimizer = None if form == "stream" else sgd(pipe.parameters())
 

@@ -35,7 +35,7 @@ def main(where: str, folder: Path) -> None:
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=2,
-        timeout=TIMEOUT,
+        options=sl.Options(timeout=TIMEOUT),
     )
     optimizer = SGD(pipe.parameters(), 0.1)
     if where == "first step":

@@ -29,7 +29,7 @@ from stageline.errors import PlanError, StageError
 from stageline.planning.cluster.cluster import Cluster, Device, Level, Size
 from stageline.planning.progress import progress_of
 from stageline.runtime.backends.processes.exchange import gathered
-from stageline.runtime.backends.processes.groups import OwnGroup
+from stageline.runtime.backends.processes.groups import OwnedGroup
 from stageline.units import format_bytes
 
 SMALL, LARGE = 64, 2**23  # bytes
@@ -62,7 +62,7 @@ def measure_links(*, memory: Size | None = None, progress: bool = True) -> Clust
     _check(memory)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     try:
-        with closing(OwnGroup(dist.new_group(backend="gloo", timeout=LIMIT))) as own:
+        with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=LIMIT))) as own:
             size = ranks_of_a_machine(gathered(socket.gethostname(), own.now))
             total = (WARM_UP + ROUNDS) * (num_ranks - 1)
             with progress_of(total, "exchanges", shown=progress and rank == 0) as begin:

@@ -25,7 +25,6 @@ class Task(NamedTuple):
     """One action of a rank's program, with all that is known of it before the data."""
 
     action: Action
-    stage: Stage | None  # of what computes
     awaits: tuple[tuple[Action, bool], ...]  # messages, and whether they come from another rank
     gives: tuple[tuple[Action, bool, tuple[Value, ...]], ...]  # and what of its values goes there
     in_halves: bool  # the backward of this micro-batch comes as I and W
@@ -54,7 +53,6 @@ def tasks_of(period: Period, stages: Sequence[Stage]) -> tuple[tuple[Task, ...],
             tuple(
                 Task(
                     beat.action,
-                    stages[beat.action.stage] if beat in following else None,
                     _awaits(period.routes, beat.action, contents),
                     _gives(period.routes, beat.action, contents),
                     (beat.action.stage, beat.action.microbatch) in in_halves,

@@ -19,7 +19,7 @@ from stageline.errors import StageError
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime import trees
 from stageline.runtime.engine import autograd as engine
-from stageline.runtime.engine.loop import Step
+from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.split_backward import CatchWeights, add_weight_gradients
 from stageline.runtime.engine.stage import LOSS, LOSS_NUMBER
 from stageline.runtime.exactness.batch_norm import Statistics
@@ -32,7 +32,7 @@ from stageline.runtime.exactness.weight_aliases import kept
 
 def plain_step(
     layers: LayerSequence,
-    step: Step,
+    step: MiniBatch,
     batch_norm: str,
     accumulate: str = "exact",
     is_caught: Callable[[int], bool] = lambda _: True,
@@ -77,7 +77,7 @@ def plain_step(
 
 def _output(
     layers: LayerSequence,
-    step: Step,
+    step: MiniBatch,
     microbatch: int,
     tied: TiedWeights,
     catch: CatchWeights | None,
@@ -162,7 +162,7 @@ class Outcome:
     outside: Mapping[Tensor, Tensor | None]  # gradients of tensors that are in no layer
 
     @staticmethod
-    def of(layers: LayerSequence, step: Step, outside: Iterable[Tensor]) -> Outcome:
+    def of(layers: LayerSequence, step: MiniBatch, outside: Iterable[Tensor]) -> Outcome:
         tensors: dict[tuple[int, str], Tensor | None] = {}
         for number, layer in enumerate(layers.layers):
             for name, weight in layer.module.named_parameters():

@@ -103,9 +103,11 @@ class TiedWeights:
                     found[microbatch] = double.grad if before is None else before + double.grad
                     double.grad = None
 
-    def add_gradients(self) -> None:
-        """At the end of a step: from the doubles to the weights."""
+    def add_gradients(self, weights: Container[nn.Parameter] | None = None) -> None:
+        """At the end of a step: from the doubles to these weights, or to all of them."""
         for weight, doubles in self.by_weight:
+            if weights is not None and weight not in weights:
+                continue
             if weight in self.hooked:
                 self._add_by_microbatch(weight, [double for _, double in doubles])
             elif found := [double.grad for _, double in doubles if double.grad is not None]:
@@ -113,7 +115,7 @@ class TiedWeights:
                 engine.backward([engine.root(weight, total)], [total])
             for _, double in doubles:
                 double.grad = None
-        self.apart.clear()
+                self.apart.pop(double, None)
 
     def _add_by_microbatch(self, weight: nn.Parameter, doubles: list[nn.Parameter]) -> None:
         """As a plain loop does: in a micro-batch the last layer's first, then hooks, then on."""

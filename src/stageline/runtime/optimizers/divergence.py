@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from stageline.runtime.backends.processes.collectives import Told
+from stageline.runtime.engine.result import Results
 
 # Chosen on 200 trainings of 120 steps: MLPs, a small GPT and ResNet, SGD with and without
 # momentum, AdamW and RMSprop, warm-ups and none, batches of 1 to 16, learning rates from low to
@@ -51,7 +51,7 @@ class Guard:
         self.norm = Usual()
         self.has_warned = False
 
-    def look(self, number: int, told: Told) -> str | None:
+    def look(self, number: int, told: Results) -> str | None:
         """What is wrong with a step, said once."""
         found = self._skipped(told) or self._loss(told) or self._norm(told)
         if found is None or self.has_warned:
@@ -62,20 +62,20 @@ class Guard:
             "more prone to: use a smaller learning rate, or a synchronous schedule"
         )
 
-    def _skipped(self, told: Told) -> str | None:
+    def _skipped(self, told: Results) -> str | None:
         stages = [str(stage) for stage, update in told.updates.items() if update.is_skipped]
         if not stages:
             return None
         which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(stages)}"
         return f"gradients are not finite on {which}, where the step was left out"
 
-    def _loss(self, told: Told) -> str | None:
+    def _loss(self, told: Results) -> str | None:
         loss = math.fsum(float(loss) * weight for loss, weight in told.losses)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         return self.loss.take("the loss", loss)
 
-    def _norm(self, told: Told) -> str | None:
+    def _norm(self, told: Results) -> str | None:
         """Of all stages together."""
         norms = {stage: each.norm for stage, each in told.updates.items() if not each.is_skipped}
         if not norms:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from stageline.arguments import check_type
 from stageline.errors import PlanError
 from stageline.model.layers import Layer, LayerSequence
-from stageline.runtime.backends.processes.collectives import Peers
+from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.optimizers.param_groups import is_on_host, options
 from stageline.runtime.placement.materialise import parameter_or_buffer, replace, tensors_of
 
@@ -71,7 +71,7 @@ def check_room(
     moves: Iterable[Move],
     optimizer: Optimizer | None,
     everywhere: Iterable[Options | None],
-    peers: Peers,
+    collectives: Collectives,
 ) -> None:
     """Raise if what moves cannot, or if this process has no place for it in its optimizer."""
     own = options_of(optimizer)
@@ -87,7 +87,7 @@ def check_room(
                 f"layer {move.layers[0].name!r} has a tensor that several processes hold in parts, "
                 "but only whole ones can move: set the balance when the pipeline is made"
             )
-        arrives = any(map(peers.has, move.targets))
+        arrives = any(map(collectives.has, move.targets))
         if arrives and own is None and expected is not None and move.tensor.requires_grad:
             raise PlanError(
                 f"layer {move.layers[0].name!r} would move to a rank without an optimizer: make "
@@ -109,7 +109,7 @@ def _difference(own: Options, expected: Options) -> str:
 
 
 def moves_of(
-    layers: LayerSequence, before: Sequence[int], after: Sequence[int], peers: Peers
+    layers: LayerSequence, before: Sequence[int], after: Sequence[int], collectives: Collectives
 ) -> deque[Move]:
     """To or from this process, in the order of the layers; `before`, `after`: the layers' ranks.
 
@@ -123,10 +123,10 @@ def moves_of(
     for tensor, numbers in uses.items():
         old, new = {before[n] for n in numbers}, {after[n] for n in numbers}
         source = before[numbers[0]]
-        is_concerned = any(map(peers.has, {source} | (old ^ new)))
-        if old != new and is_concerned and not all(map(peers.has, old | new)):
+        is_concerned = any(map(collectives.has, {source} | (old ^ new)))
+        if old != new and is_concerned and not all(map(collectives.has, old | new)):
             users = tuple(layers.layers[number] for number in numbers)
-            leaves = not any(map(peers.has, new))
+            leaves = not any(map(collectives.has, new))
             found.append(Move(tensor, users, source, tuple(sorted(new - old)), leaves))
     return found
 
@@ -173,15 +173,17 @@ class Luggage:
                     self.groups[number].setdefault("param_names", []).append(name)
 
 
-def exchange(moves: deque[Move], luggage: Luggage, peers: Peers) -> None:
+def exchange(moves: deque[Move], luggage: Luggage, collectives: Collectives) -> None:
     """Uses the moves up, and with them the last that holds what has left."""
     while moves:
         move = moves.popleft()
         for target in move.targets:
-            if peers.has(move.source):
-                peers.passed(luggage.packed(move.tensor), move.source, target)
-            elif peers.has(target):
-                parcel = peers.passed(None, move.source, target)
+            if collectives.has(move.source):
+                collectives.transfer(
+                    luggage.packed(move.tensor), move.source, target, "layers that move"
+                )
+            elif collectives.has(target):
+                parcel = collectives.transfer(None, move.source, target, "layers that move")
                 luggage.unpack(_made_here(move), parcel)
         if move.leaves:
             luggage.drop(move.tensor)

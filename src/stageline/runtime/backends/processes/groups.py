@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
 from stageline.runtime.backends.processes.watch import PATIENCE, START_UP, Watch, no_answer, within
 
@@ -28,7 +29,7 @@ CONNECT = 30.0  # seconds, at least, for processes that are all there to connect
 SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
 
 
-class OwnGroup:
+class OwnedGroup:
     """A process group, and the one lasting reference to it: its threads end when that is dropped.
 
     They have to before the interpreter does: a thread that lets go of a tensor later than that
@@ -53,18 +54,18 @@ def _let_go(held: list[dist.ProcessGroup]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessGroups:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
     watch: Watch
-    own_pipeline: OwnGroup
-    own_everyone: OwnGroup
-    own_saves: OwnGroup  # for the thread of a save under way, and for nobody else
-    own_replicas: OwnGroup | None  # None: there is one replica
-    own_siblings: OwnGroup | None  # those that hold the same stage, and take turns; None: none does
+    own_pipeline: OwnedGroup
+    own_everyone: OwnedGroup
+    own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
+    own_replicas: OwnedGroup | None  # None: there is one replica
+    own_siblings: OwnedGroup | None  # ranks that hold the same stage, if any do
     replica: int
     num_replicas: int
-    speaks: bool  # of several processes with the same part of the same replica, one speaks
+    is_first_part: bool  # the first of several processes that hold parts of the same tensors
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
@@ -74,20 +75,19 @@ class Place:
     def everyone(self) -> dist.ProcessGroup:
         return self.own_everyone.now
 
-    @property
-    def saves(self) -> dist.ProcessGroup:
-        return self.own_saves.now
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        return self.own_replicas.now if self.own_replicas else None
-
-    @property
-    def siblings(self) -> dist.ProcessGroup | None:
-        return self.own_siblings.now if self.own_siblings else None
+    def of(self, group: Group) -> dist.ProcessGroup | None:
+        """Return a group; None if this process is alone in it."""
+        own = {
+            Group.PIPELINE: self.own_pipeline,
+            Group.REPLICAS: self.own_replicas,
+            Group.SIBLINGS: self.own_siblings,
+            Group.EVERYONE: self.own_everyone,
+            Group.SAVES: self.own_saves,
+        }[group]
+        return own.now if own is not None else None
 
     def hang_up(self) -> None:
-        """Close all lines, so that nobody goes on waiting at the other end, or at this one."""
+        """Close all connections, so that nobody goes on waiting at either end."""
         for own in self._own:
             if own.close.alive:
                 hang_up(own.now)
@@ -97,14 +97,14 @@ class Place:
             own.close()
 
     @property
-    def _own(self) -> list[OwnGroup]:
+    def _own(self) -> list[OwnedGroup]:
         always = (self.own_pipeline, self.own_everyone, self.own_saves)
         found = (*always, self.own_replicas, self.own_siblings)
         return [own for own in found if own is not None]
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Nothing ends gloo's waiting for a message but a wait that is over: that closes the line."""
+    """Close a group's connections, by a wait that times out: nothing else ends gloo's waits."""
     try:
         peers = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -117,10 +117,10 @@ def hang_up(group: dist.ProcessGroup) -> None:
                 nothing.wait(timedelta(milliseconds=1))
 
 
-def find_place(
+def connect(
     mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
-) -> Place:
-    """Find this process among those of the mesh, and connect it to them; all of them call this.
+) -> ProcessGroups:
+    """Find this process among those of the mesh, and connect it to them; all of them call it.
 
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
     the ranks of each stage, if they take turns.
@@ -146,7 +146,7 @@ def find_place(
     everyone = [grid.flatten().tolist()]
     turns = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     try:
-        place = Place(
+        groups = ProcessGroups(
             watch,
             _own_group(rows, limit),
             # what is told are numbers in this process's memory, so not NCCL
@@ -162,8 +162,8 @@ def find_place(
         told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{told}\n  {error}") from None
-    watch.stop = place.hang_up
-    return place
+    watch.stop = groups.hang_up
+    return groups
 
 
 def _assembled(grid: torch.Tensor, limit: float) -> Watch:
@@ -235,7 +235,7 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnGroup:
+def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnedGroup:
     """All processes make all groups, in the same order; gives back the one that this is in."""
     connect = timedelta(seconds=max(limit, CONNECT))
     groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
@@ -244,4 +244,4 @@ def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) 
     # from here on the watch ends waits, and knows who is late for a reason
     longest = timedelta(seconds=max(limit, PATIENCE, START_UP) + SLACK)
     dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
-    return OwnGroup(mine)
+    return OwnedGroup(mine)
