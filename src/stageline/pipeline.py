@@ -97,8 +97,8 @@ from stageline.runtime.placement.move_layers import (
     to_devices,
 )
 from stageline.schedules.placement import ranks_of
-from stageline.schedules.program.routine import routine
-from stageline.schedules.program.stream import streamed
+from stageline.schedules.program.lower_period import lower_period
+from stageline.schedules.program.stream import as_stream
 from stageline.schedules.schedule import Schedule
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -583,8 +583,8 @@ class Pipeline:
             stages.append(Stage(self.layers, numbers, values, *shared, device, memory))
         schedule = self.schedule
         if self.owns_optimizer and not schedule.is_stream:
-            schedule = streamed(schedule, 1)
-        return Executor(routine(schedule, edges), self.layers, stages, recompute)
+            schedule = as_stream(schedule, 1)
+        return Executor(lower_period(schedule, edges), self.layers, stages, recompute)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
         """Of all parameters, in the order of the layers."""

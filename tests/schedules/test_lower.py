@@ -18,7 +18,7 @@ from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.precedence import Run, run_lanes
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import TWIN, Program, program_tasks, twin
+from stageline.schedules.program.program import RECEIVE_KIND, Program, program_tasks, receive_of
 from stageline.schedules.schedule import Schedule
 
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
@@ -70,7 +70,7 @@ def test_a_receive_follows_what_led_to_its_message_by_way_of_other_ranks() -> No
 
 
 def test_the_diagram_in_the_docstring_of_lowering_is_what_it_writes() -> None:
-    import stageline.schedules.program.lowering as module  # noqa: PLC0415  its text is the subject
+    import stageline.schedules.program.insert_communication as module  # noqa: PLC0415  its text is the subject
 
     drawn = re.findall(r"rank \d │ (.*?)(?:  .*)?$", module.__doc__ or "", flags=re.MULTILINE)
     program = lower(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
@@ -162,7 +162,7 @@ def test_an_edge_that_leads_backwards_or_nowhere_is_refused(edge: Edge) -> None:
 
 
 def test_a_schedule_that_breaks_a_rule_is_not_lowered() -> None:
-    with pytest.raises(ScheduleError, match=r"^1F0 is missing, but with 0F0 "):
+    with pytest.raises(ScheduleError, match=r"^1F0 is missing, but 0F0 implies "):
         lower(Schedule.of(Schedule.from_text("0F0 0B0", "1B0 1F1 1B1").actions[:1], (0, 0)))
 
 
@@ -182,7 +182,7 @@ def test_a_message_is_sent_right_behind_its_maker_and_asked_for_before_its_reade
                 ]
                 assert all(other.kind in MESSAGES for other in behind)
             for send in routes.awaited(action):
-                assert position(program, twin(send)) < made
+                assert position(program, receive_of(send)) < made
 
 
 @every_name
@@ -248,7 +248,7 @@ def sends_that_wait(program: Program, run: Run) -> Iterator[Action]:
     tasks = program_tasks(program, lambda _: 0.0)
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
         for (before, task), action in zip(pairwise(lane), row[1:], strict=True):
-            if action.kind in TWIN and run.starts[task] > run.ends[before]:
+            if action.kind in RECEIVE_KIND and run.starts[task] > run.ends[before]:
                 yield action
 
 
@@ -285,8 +285,8 @@ def test_a_send_of_a_stream_waits_only_for_a_rank_that_has_not_begun_its_mini_ba
     program = lower(schedule, some_edges(schedule.num_stages, Random(seed)))
     run = run_at_random(program, Random(seed), rendezvous=True)
     for send in sends_that_wait(program, run):
-        row = program.actions[program.routes.home(send.peer, send.microbatch)]
-        behind = row[row.index(twin(send)) :]
+        row = program.actions[program.routes.rank_of(send.peer, send.microbatch)]
+        behind = row[row.index(receive_of(send)) :]
         upcoming = next(a for a in behind if a.kind in COMPUTE)
         begun = {a.microbatch // (2 * p) for a in row[: -len(behind)] if a.kind is Kind.F}
         own = send.microbatch // (2 * p)
@@ -300,7 +300,7 @@ def test_a_stream_asks_for_nothing_of_a_mini_batch_that_it_has_not_come_to(name:
     for row in program.actions:
         first = {a.microbatch // 4: i for i, a in reversed([*enumerate(row)]) if a.kind is Kind.F}
         for place, action in enumerate(row):
-            if action.kind in TWIN.values() and action.microbatch >= 4:
+            if action.kind in RECEIVE_KIND.values() and action.microbatch >= 4:
                 ahead = row[place : first[action.microbatch // 4]]
                 assert not [a for a in ahead if a.kind in COMPUTE or a.kind is Kind.STEP]
 

@@ -25,7 +25,7 @@ from stageline.schedules.families.v_min import v_min
 from stageline.schedules.families.zb_h1 import zb_h1
 from stageline.schedules.families.zb_h2 import zb_h2
 from stageline.schedules.families.zbv import zbv
-from stageline.schedules.program.stream import streamed
+from stageline.schedules.program.stream import as_stream
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.search.search import search_schedule
 
@@ -188,7 +188,7 @@ def build_schedule(
         given["num_minibatches"] = num_minibatches
     schedule = replace(family.build(num_ranks, num_microbatches, **given), name=name)
     if family.is_synchronous and num_minibatches is not None:
-        return streamed(schedule, num_minibatches)
+        return as_stream(schedule, num_minibatches)
     return schedule
 
 

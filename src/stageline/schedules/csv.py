@@ -17,7 +17,7 @@ from stageline.schedules.action import (
     WHOLE_BATCH,
     Action,
     Kind,
-    neighbour,
+    default_peer,
 )
 
 # At most six digits: a stage number beyond a million is a broken file.
@@ -90,7 +90,7 @@ def _action(stage: int, kind: Kind, microbatch: str | None, peer: str | None, se
             raise ScheduleError(f"{seen}, but only sends and receives have a peer")
         return Action(stage, kind, WHOLE_BATCH if microbatch is None else int(microbatch), NO_PEER)
     return Action(
-        stage, kind, int(microbatch or 0), neighbour(stage, kind) if peer is None else int(peer)
+        stage, kind, int(microbatch or 0), default_peer(stage, kind) if peer is None else int(peer)
     )
 
 

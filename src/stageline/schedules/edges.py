@@ -9,7 +9,7 @@ from functools import cached_property
 from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.placement import Placement, Replicas, home
+from stageline.schedules.placement import Placement, Replicas, rank_of
 
 Edge = tuple[int, int]  # a value: the stage that writes it, the stage that reads it
 
@@ -43,9 +43,9 @@ class Routes:
             found[writer].append(reader)
         return found
 
-    def home(self, stage: int, microbatch: int) -> int:
+    def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs a micro-batch on a stage."""
-        return home(self.placement, self.replicas, stage, microbatch)
+        return rank_of(self.placement, self.replicas, stage, microbatch)
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether two stages live on different ranks, so that a value between them is a message.

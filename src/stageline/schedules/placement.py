@@ -34,7 +34,7 @@ def side_by_side(replicas: Sequence[int]) -> Placement:
     return tuple(accumulate(replicas[:-1], initial=0))
 
 
-def home(placement: Placement, replicas: Replicas, stage: int, microbatch: int) -> int:
+def rank_of(placement: Placement, replicas: Replicas, stage: int, microbatch: int) -> int:
     """Micro-batch i runs on replica i mod r, forward and backward."""
     return placement[stage] + (microbatch % replicas[stage] if replicas else 0)
 

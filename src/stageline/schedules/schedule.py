@@ -20,7 +20,7 @@ from stageline.limits import MOST_STAGES, check_most
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.grid import grid
-from stageline.schedules.placement import Placement, Replicas, home, stages_by_rank
+from stageline.schedules.placement import Placement, Replicas, rank_of, stages_by_rank
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -110,9 +110,9 @@ class Schedule:
         """Whether its actions name versions of weights, and optimizer steps are among them."""
         return any(a.version != NO_VERSION for row in self.actions for a in row)
 
-    def home(self, stage: int, microbatch: int) -> int:
+    def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs a micro-batch on a stage."""
-        return home(self.placement, self.replicas, stage, microbatch)
+        return rank_of(self.placement, self.replicas, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self._stages[rank]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stageline.costs import Costs, Link
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.placement import Placement, Replicas, home
+from stageline.schedules.placement import Placement, Replicas, rank_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Times:
 
     def _link(self, send: Action) -> Link:
         ends = (
-            home(self.placement, self.replicas, stage, send.microbatch)
+            rank_of(self.placement, self.replicas, stage, send.microbatch)
             for stage in (send.stage, send.peer)
         )
         return self.costs.link(*ends)

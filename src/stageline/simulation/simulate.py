@@ -14,7 +14,7 @@ from stageline.schedules.check import check
 from stageline.schedules.edges import chain
 from stageline.schedules.precedence import Numbering, Run, run_lanes, waits_of
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import TWIN, Program, Tasks, program_tasks
+from stageline.schedules.program.program import RECEIVE_KIND, Program, ProgramTasks, program_tasks
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.times import Times
 
@@ -82,20 +82,20 @@ def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer,
     return tuple(spans), tuple(_messages(program, tasks, times, run))
 
 
-def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterator[Transfer]:
+def _messages(program: Program, tasks: ProgramTasks, times: Times, run: Run) -> Iterator[Transfer]:
     for (rank, send), task in tasks.background.items():
-        if send.kind in TWIN:
+        if send.kind in RECEIVE_KIND:
             arrival = run.ends[task] + times.latency_of(send)
-            target = program.routes.home(send.peer, send.microbatch)
+            target = program.routes.rank_of(send.peer, send.microbatch)
             yield Transfer(rank, target, send, run.starts[task], arrival)
 
 
-def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
+def _program_durations(program: Program, tasks: ProgramTasks, times: Times) -> list[float]:
     durations = [0.0] * tasks.num_tasks
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
         for action, task in zip(row, lane, strict=True):
             durations[task] = times.durations[action.kind][action.stage]
     for (_, action), task in tasks.background.items():
-        is_message = action.kind in TWIN
+        is_message = action.kind in RECEIVE_KIND
         durations[task] = times.link_time(action) if is_message else times.reduction(action.stage)
     return durations

@@ -27,7 +27,7 @@ from stageline.runtime.optimizers.late_clipping import Norms
 from stageline.runtime.optimizers.speculation import Naming, ahead, as_it_is, norms_for
 from stageline.runtime.optimizers.stage_optimizers import Stepper, Update
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.program.stream import Beat, Period
+from stageline.schedules.program.stream import Period, PeriodEntry
 
 Contents = dict[Value, Any]  # values, or gradients of values
 Parcel = tuple[int, Action]  # a message: of which mini-batch, and its send
@@ -350,7 +350,7 @@ class Executor:
             return {}, NO_MARKS
         return self._backward(task, received, step), NO_MARKS
 
-    def _fetch(self, ahead: Beat, stream: Stream, segment: int) -> None:
+    def _fetch(self, ahead: PeriodEntry, stream: Stream, segment: int) -> None:
         """What a backward needs from host memory, while something else is computed."""
         step = stream.steps.get(segment - ahead.lag)
         number, microbatch = ahead.action.stage, ahead.action.microbatch

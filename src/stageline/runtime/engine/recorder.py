@@ -12,7 +12,7 @@ from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.runtime.engine.loop import Moment, Purpose, Trace
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.program.stream import Period, at
+from stageline.schedules.program.stream import Period, action_at
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
@@ -43,7 +43,7 @@ def _as_it_is(moment: Moment) -> Action:
 def _named(period: Period) -> Callable[[Moment], Action]:
     """By their numbers in the stream, with versions of weights."""
     beats = {beat.action: beat for row in period.rows for beat in row}
-    return lambda moment: at(beats[moment.action], moment.minibatch, period.num_microbatches)
+    return lambda moment: action_at(beats[moment.action], moment.minibatch, period.num_microbatches)
 
 
 def _in_milliseconds(trace: Trace, rank: int) -> list[Moment]:

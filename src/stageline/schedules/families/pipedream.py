@@ -24,7 +24,7 @@ from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.placement import side_by_side
-from stageline.schedules.program.stream import Beat, Period, unrolled
+from stageline.schedules.program.stream import Period, PeriodEntry, unroll
 from stageline.schedules.schedule import Schedule
 
 VersionOf = Callable[[int, int], int]  # of a stage and a micro-batch, relative to its mini-batch
@@ -66,7 +66,7 @@ def stream_1f1b(
     counts = tuple(replicas) if is_replicated else ()
     period = Period(tuple(rows), side_by_side(replicas), num_microbatches, counts)
     enough = period.lag + max(3, -(-2 * sum(replicas) // num_microbatches))  # to see it repeat
-    return unrolled(period, num_minibatches or enough)
+    return unroll(period, num_minibatches or enough)
 
 
 def num_warmup(replicas: Sequence[int], stage: int) -> int:
@@ -81,16 +81,16 @@ def _row(
     num_ahead: int,
     num_microbatches: int,
     version_of: VersionOf,
-) -> Iterator[Beat]:
+) -> Iterator[PeriodEntry]:
     """Forward i, then backward i - `num_ahead`, in the micro-batches of one replica."""
     own = range(replica, num_microbatches, num_replicas)
     for i, microbatch in enumerate(own):
-        yield Beat(Action(stage, Kind.F, microbatch), version=version_of(stage, microbatch))
+        yield PeriodEntry(Action(stage, Kind.F, microbatch), version=version_of(stage, microbatch))
         back, position = divmod(i - num_ahead, len(own))
         version = version_of(stage, own[position])
-        yield Beat(Action(stage, Kind.B, own[position]), -back, version)
+        yield PeriodEntry(Action(stage, Kind.B, own[position]), -back, version)
         if position == len(own) - 1:
-            yield Beat(Action(stage, Kind.STEP), -back, version=1)
+            yield PeriodEntry(Action(stage, Kind.STEP), -back, version=1)
 
 
 def checked_replicas(

@@ -401,7 +401,7 @@ class Processes:
                 self.at.unforeseen = found.end
         layouts: dict[object, Layout] = {}
         ways = {}
-        home = executor.period.routes.home
+        home = executor.period.routes.rank_of
         for send in executor.parcels:
             here, there = home(send.stage, send.microbatch), home(send.peer, send.microbatch)
             if self.rank in (here, there) and send.microbatch < len(forms):
