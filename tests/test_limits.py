@@ -209,9 +209,9 @@ def test_actions_that_are_not_what_they_should_be_are_refused() -> None:
             forward._replace(peer=wrong),
             forward._replace(version=wrong),
         ):
-            refused_in_a_second(partial(check, [[action, backward]]), "whole numbers")
+            refused_in_a_second(partial(check, [[action, backward]]), "integers")
     for wrong in ([["0F0"]], [[None]], [None], ["0F0"], [forward], [[(0, "F", 0)]]):
-        refused_in_a_second(partial(check, wrong), "actions has")
+        refused_in_a_second(partial(check, wrong), "actions contains")
     for wrong in ((0, 5), (0, -1), (0, True), ("0", "1"), (0.0, 1.0)):
         refused_in_a_second(partial(check, SCHEDULE.actions, wrong))
 

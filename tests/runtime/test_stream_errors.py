@@ -480,16 +480,16 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"replicas": [2, 1], "num_microbatches": 3},
             ScheduleError,
             (
-                "num_microbatches is 3, but a stage on 2 ranks gives them out in turns and needs a "
-                "multiple of 2: use one, or other replicas"
+                "num_microbatches is 3, but a stage on 2 ranks needs a multiple of 2: use one, or "
+                "other replicas"
             ),
         ),
         (
             {"replicas": [2, 2], "num_microbatches": 2},
             ScheduleError,
             (
-                "replicas is [2, 2], but 3 ranks need a number from 1 up for each stage, with the "
-                "sum 3"
+                "replicas is [2, 2], but must be one positive integer for each stage, with sum 3, "
+                "the number of ranks"
             ),
         ),
     ],

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from stageline.costs import Costs, Link
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.bounds import lower_bounds
 from stageline.schedules.build import build_schedule
+from stageline.schedules.lower_bounds import lower_bounds
 from stageline.schedules.placement import Placement, loop, wave
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.search.problem import Candidate, Problem
+from stageline.schedules.search.problem import Candidate, SearchProblem
 from stageline.schedules.search.search import search_schedule
 from stageline.simulation.simulate import simulate
 
 
-def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
+def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
     """Every order of a rank's tasks that keeps micro-batches ascending and fits in its memory."""
     size, num_forwards = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rows = [
@@ -42,7 +42,7 @@ def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
     return grow([], dict.fromkeys(rows, 0))
 
 
-def best_of_all(problem: Problem) -> tuple[float, float]:
+def best_of_all(problem: SearchProblem) -> tuple[float, float]:
     """The smallest makespan and the smallest longest span of all orders."""
     makespans, spans = [], []
     orders = [list(all_orders(problem, rank)) for rank in range(problem.num_ranks)]
@@ -54,7 +54,7 @@ def best_of_all(problem: Problem) -> tuple[float, float]:
     return min(makespans), min(spans)
 
 
-def random_problem(placement: Placement, num_microbatches: int, seed: int) -> Problem:
+def random_problem(placement: Placement, num_microbatches: int, seed: int) -> SearchProblem:
     rng = random.Random(seed)
     num_stages, num_ranks = len(placement), max(placement) + 1
 
@@ -69,7 +69,7 @@ def random_problem(placement: Placement, num_microbatches: int, seed: int) -> Pr
     for rank in range(num_ranks):
         needed = sum(a for a, home in zip(activation, placement, strict=True) if home == rank)
         limits.append(needed * rng.choice((1.0, 1.5, 2.0, 10.0)))
-    return Problem(placement, num_microbatches, costs, tuple(limits))
+    return SearchProblem(placement, num_microbatches, costs, tuple(limits))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -90,7 +90,7 @@ def test_the_search_finds_the_best_of_all_orders(seed: int) -> None:
     costs = problem.costs
     limit = 1 + seed % 3
     limits = tuple(limit * size for size in problem.activation)
-    _, best = best_of_all(Problem(loop(2), 3, costs, limits))
+    _, best = best_of_all(SearchProblem(loop(2), 3, costs, limits))
     timeline = simulate(search_schedule(2, 3, costs, memory_limit=limit), costs)
     assert max(timeline.rank_spans) == pytest.approx(best, rel=1e-9)
 

@@ -1,4 +1,4 @@
-"""Names, sizes and options that `build_schedule` takes, and what it says to the others."""
+"""Names, sizes and options that `build_schedule` memory_changes, and its errors for others."""
 
 import re
 from typing import Any
@@ -63,12 +63,14 @@ def test_a_number_of_chunks_that_is_none_is_refused(chunks: Any) -> None:
 
 def test_an_option_that_a_family_does_not_take_is_refused_with_those_that_do() -> None:
     message = (
-        "'1f1b' was given chunks_per_rank, but takes none: leave it out, "
+        "chunks_per_rank was given for '1f1b', which takes none: omit it, "
         "or use interleaved_1f1b, looped_bfs or hanayo"
     )
     with refused(message):
         build_schedule("1f1b", num_ranks=2, num_microbatches=4, chunks_per_rank=2)
-    with pytest.raises(ScheduleError, match=r"^'looped_bfs' was given seed, but takes chunks_per"):
+    with pytest.raises(
+        ScheduleError, match=r"^seed was given for 'looped_bfs', which takes chunks_per"
+    ):
         build_schedule("looped_bfs", num_ranks=2, num_microbatches=4, seed=1)
 
 

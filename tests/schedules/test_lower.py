@@ -16,10 +16,10 @@ from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
-from stageline.schedules.precedence import Run, run_lanes
 from stageline.schedules.program.lower import lower
 from stageline.schedules.program.program import RECEIVE_KIND, Program, program_tasks, receive_of
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.task_graph import LaneTimes, run_lanes
 
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 every_name = pytest.mark.parametrize("name", schedule_names())
@@ -151,11 +151,10 @@ def test_an_edge_given_twice_is_one_edge() -> None:
 
 
 @pytest.mark.parametrize("edge", [(1, 0), (0, 0), (0, 4), (-1, 1), (4, 5)])
-def test_an_edge_that_leads_backwards_or_nowhere_is_refused(edge: Edge) -> None:
+def test_an_edge_to_an_earlier_or_unknown_stage_is_rejected(edge: Edge) -> None:
     schedule = build_schedule("gpipe", num_ranks=4, num_microbatches=2)
     message = (
-        f"edge {edge} leads nowhere, but a value goes from a stage to a later one below 4: "
-        "give (writer, reader)"
+        f"edge {edge} is invalid: give (writer, reader), a stage and a later one, both from 0 to 3"
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
         lower(schedule, [*chain(4), edge])
@@ -210,7 +209,7 @@ def test_a_rank_ends_with_one_step_for_each_of_its_stages(name: str) -> None:
         assert Kind.STEP not in {action.kind for action in row[: -len(stages)]}
 
 
-def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
+def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> LaneTimes:
     """Everything takes a time of its own, which may be none; messages take none of their rank's."""
     delays = {a: rng.choice([0.0, rng.random(), 9.0]) for row in program.actions for a in row}
     tasks = program_tasks(program, delays.__getitem__, rendezvous=rendezvous)
@@ -219,7 +218,7 @@ def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
         for action, task in zip(row, lane, strict=True):
             if action.kind in MESSAGES:
                 durations[task] = 0.0
-    run = run_lanes(tasks.lanes, durations, tasks.waits)
+    run = run_lanes(tasks.lanes, durations, tasks.dependencies)
     assert run.is_complete(tasks.lanes)
     return run
 
@@ -243,7 +242,7 @@ def test_in_no_timing_does_a_send_of_a_single_step_wait_for_its_receive(
     assert not list(sends_that_wait(program, run))
 
 
-def sends_that_wait(program: Program, run: Run) -> Iterator[Action]:
+def sends_that_wait(program: Program, run: LaneTimes) -> Iterator[Action]:
     """A send follows its maker, its rank's receives or other sends: later than these, it waits."""
     tasks = program_tasks(program, lambda _: 0.0)
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
@@ -258,7 +257,7 @@ def test_a_fast_rank_of_a_stream_waits_until_the_next_has_begun_its_mini_batch()
     durations = [0.0] * tasks.num_tasks
     for action, task in zip(program.actions[1], tasks.lanes[1], strict=True):
         durations[task] = float(action.kind in COMPUTE)
-    run = run_lanes(tasks.lanes, durations, tasks.waits)
+    run = run_lanes(tasks.lanes, durations, tasks.dependencies)
     assert [str(send) for send in sends_that_wait(program, run)] == ["0SEND_F1", "0SEND_F2"]
 
 
@@ -330,7 +329,7 @@ def test_receives_moved_behind_the_sends_before_their_readers_can_make_a_send_wa
 )
 def test_edges_that_are_no_pairs_of_stages_are_refused(edges: Any) -> None:
     sound = lower(Schedule.from_text("0F0 0B0", "1F0 1B0"))
-    with pytest.raises(ScheduleError, match=r"^edge .* leads nowhere"):
+    with pytest.raises(ScheduleError, match=r"^edge .* is invalid"):
         lower(sound.schedule, edges)
-    with pytest.raises(ScheduleError, match=r"^edge .* leads nowhere"):
+    with pytest.raises(ScheduleError, match=r"^edge .* is invalid"):
         check(Program(sound.actions, sound.placement, tuple(edges)))

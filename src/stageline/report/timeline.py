@@ -12,8 +12,8 @@ from stageline.report.measures.memory import memory_curves
 from stageline.report.measures.steady import busy_share, steady_window
 from stageline.report.measures.transfers import transfers
 from stageline.report.spans import Level, Spans, Transfer, Unmeasured
-from stageline.schedules.bounds import Bounds, lower_bounds
 from stageline.schedules.edges import Edge, chain
+from stageline.schedules.lower_bounds import Bounds, lower_bounds
 from stageline.schedules.placement import Placement, Replicas
 from stageline.schedules.schedule import Schedule
 

@@ -1,4 +1,7 @@
-"""Schedules as CSV: a row per rank, an action per cell, as torch.distributed.pipelining has it."""
+"""Read and write schedules as CSV, in the format of torch.distributed.pipelining.
+
+A file has one row per rank and one action per cell.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +23,42 @@ from stageline.schedules.action import (
     default_peer,
 )
 
-# At most six digits: a stage number beyond a million is a broken file.
+# At most six digits: a stage number above a million means that the file is damaged.
 ACTION = re.compile(
     r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?(?:@(\d{1,6}))?", re.ASCII
 )
-OVERLAPPED = re.compile(
-    r"\(([^()]*)\)OVERLAP_F_B"
-)  # torch's pair of actions that may run side by side
-SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions: not part of an order of compute
+# torch's notation for two actions that may overlap
+OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions, which are skipped
 ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 
 
 def read(path: AnyPath) -> list[list[Action]]:
-    """The rows of a file, whole or not at all."""
+    """Return the rows of a file; raise `ScheduleError` if any of it cannot be read."""
     return parse(read_text(path, ScheduleError, MOST_SCHEDULE_BYTES))
 
 
 def parse(text: str) -> list[list[Action]]:
-    """The actions of each row; empty cells are pauses in the drawing and carry no meaning."""
+    """Return the actions of each row; empty cells are skipped."""
     rows: list[list[Action]] = []
     try:
         for rank, row in enumerate(csv.reader(io.StringIO(text))):
             check_most("the number of rows", rank + 1, MOST_STAGES, "is this a schedule?")
             rows.append(list(parse_cells(row, rank)))
     except csv.Error as error:
-        raise ScheduleError(f"this is not CSV: {error}") from error
+        raise ScheduleError(f"the text is not valid CSV: {error}") from error
     return rows
 
 
 def render(rows: Iterable[Iterable[Action]]) -> str:
+    """Return rows of actions as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
     return out.getvalue()
 
 
 def parse_cells(cells: Iterable[str], rank: int) -> Iterator[Action]:
+    """Yield the actions of one row."""
     for column, cell in enumerate(cells):
         if not cell:
             continue
@@ -98,5 +102,5 @@ def _with_version(action: Action, version: str | None, seen: str) -> Action:
     if version is None:
         return action
     if action.kind not in COMPUTE and action.kind not in ONCE:
-        raise ScheduleError(f"{seen}, but only what computes, reduces or steps has a version")
+        raise ScheduleError(f"{seen}, but only compute, REDUCE_GRAD and STEP have a version")
     return action._replace(version=int(version))

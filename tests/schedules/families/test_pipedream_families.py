@@ -220,8 +220,8 @@ def refused(message: str) -> Any:
 
 def test_2bw_needs_as_many_micro_batches_as_ranks() -> None:
     message = (
-        "num_microbatches is 3, but 'pipedream_2bw' on 4 ranks needs at least 4 for its two "
-        "versions to be enough: use more, or 'pipedream'"
+        "num_microbatches is 3, but 'pipedream_2bw' on 4 ranks needs at least 4 so that two weight "
+        "versions suffice: use more, or 'pipedream'"
     )
     with refused(message):
         build_schedule("pipedream_2bw", num_ranks=4, num_microbatches=3)
@@ -230,8 +230,8 @@ def test_2bw_needs_as_many_micro_batches_as_ranks() -> None:
 @pytest.mark.parametrize("replicas", [[2, 1], [4, 0], [5, -1], [True, 3], [2.0, 2], [], 4])
 def test_replicas_that_do_not_sum_to_the_ranks_are_refused(replicas: Any) -> None:
     message = (
-        f"replicas is {replicas!r}, but 4 ranks need a number from 1 up for each stage, with the "
-        "sum 4"
+        f"replicas is {replicas!r}, but must be one positive integer for each stage, with sum 4, "
+        "the number of ranks"
     )
     with refused(message):
         build_schedule("pipedream", num_ranks=4, num_microbatches=4, replicas=replicas)
@@ -239,8 +239,8 @@ def test_replicas_that_do_not_sum_to_the_ranks_are_refused(replicas: Any) -> Non
 
 def test_replicas_need_a_share_of_every_mini_batch() -> None:
     message = (
-        "num_microbatches is 4, but a stage on 3 ranks gives them out in turns and needs a "
-        "multiple of 3: use one, or other replicas"
+        "num_microbatches is 4, but a stage on 3 ranks needs a multiple of 3: use one, or other "
+        "replicas"
     )
     with refused(message):
         build_schedule("pipedream", num_ranks=4, num_microbatches=4, replicas=[3, 1])
@@ -253,9 +253,9 @@ def test_a_number_of_mini_batches_that_is_none_is_refused(count: Any) -> None:
 
 
 def test_options_of_other_families_are_refused() -> None:
-    message = "'pipedream_2bw' was given vertical_sync, but takes replicas: leave it out, or use "
+    message = "vertical_sync was given for 'pipedream_2bw', which takes replicas: omit it, or use "
     with refused(f"{message}pipedream"):
         build_schedule("pipedream_2bw", num_ranks=2, num_microbatches=2, vertical_sync=True)
-    message = "'1f1b' was given replicas, but takes none: leave it out, or use "
+    message = "replicas was given for '1f1b', which takes none: omit it, or use "
     with refused(f"{message}pipedream or pipedream_2bw"):
         build_schedule("1f1b", num_ranks=4, num_microbatches=4, replicas=[2, 2])

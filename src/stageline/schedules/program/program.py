@@ -14,8 +14,8 @@ from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.edges import Edge, Routes
 from stageline.schedules.placement import Placement, Replicas, ranks_of
-from stageline.schedules.precedence import Waits
 from stageline.schedules.schedule import Rows, Schedule, as_numbers, as_rows, is_scheduled
+from stageline.schedules.task_graph import Dependencies
 
 RECEIVE_KIND = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 OVERLAPPED = (*RECEIVE_KIND, Kind.REDUCE_GRAD)  # these run beside what their rank computes
@@ -73,11 +73,11 @@ class ProgramTasks(NamedTuple):
 
     background: dict[RankAction, int]  # a message by its send, a reduction by its REDUCE_GRAD
     lanes: list[list[int]]
-    waits: Waits
+    dependencies: Dependencies
 
     @property
     def num_tasks(self) -> int:
-        return len(self.waits.rows)
+        return len(self.dependencies.rows)
 
 
 RankAction = tuple[int, Action]  # a rank, and one of its actions without the weight version
@@ -124,7 +124,8 @@ def program_tasks(
     rows = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
     count = iter(range(len(names)))
     lanes = [[next(count) for _ in row] for row in program.actions]
-    return ProgramTasks(background, lanes + _background_lanes(program, background), Waits(1, rows))
+    lanes += _background_lanes(program, background)
+    return ProgramTasks(background, lanes, Dependencies(1, rows))
 
 
 def _without_version(action: Action) -> Action:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
-from stageline.schedules.grid import Cell
+from stageline.schedules.marked_grid import Cell
 from stageline.schedules.placement import ranks_of
-from stageline.schedules.precedence import run_lanes
 from stageline.schedules.program.program import RECEIVE_KIND, Program, program_tasks, receive_of
 from stageline.schedules.program.stream import version_made_from
 from stageline.schedules.rules.rule import Rule, Violation, waiting_for_each_other
+from stageline.schedules.task_graph import run_lanes
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def stepped_unreduced(facts: ProgramFacts) -> Iterator[Violation]:
 def deadlocked(facts: ProgramFacts, *, rendezvous: bool = False) -> Iterator[Violation]:
     program = facts.program
     tasks = program_tasks(program, lambda _: 0.0, rendezvous=rendezvous)
-    run = run_lanes(tasks.lanes, [1.0] * tasks.num_tasks, tasks.waits)
-    yield from waiting_for_each_other(program.actions, tasks.lanes, tasks.waits, run)
+    run = run_lanes(tasks.lanes, [1.0] * tasks.num_tasks, tasks.dependencies)
+    yield from waiting_for_each_other(program.actions, tasks.lanes, tasks.dependencies, run)
 
 
 def deadlocked_by_rendezvous(facts: ProgramFacts) -> Iterator[Violation]:

@@ -7,8 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action
-from stageline.schedules.grid import Cell, marked_grid
-from stageline.schedules.precedence import NEVER, Run, Waits
+from stageline.schedules.marked_grid import Cell, marked_grid
+from stageline.schedules.task_graph import NEVER, Dependencies, LaneTimes
 
 FactsT = TypeVar("FactsT")
 Rows = Sequence[Sequence[Action]]
@@ -38,7 +38,7 @@ def enforce(rules: Sequence[Rule[FactsT]], facts: FactsT, rows: Rows) -> None:
 
 
 def waiting_for_each_other(
-    rows: Rows, lanes: Sequence[Sequence[int]], waits: Waits, run: Run
+    rows: Rows, lanes: Sequence[Sequence[int]], dependencies: Dependencies, run: LaneTimes
 ) -> Iterator[Violation]:
     """Yield the cycle of ranks that wait for each other, if the run did not complete."""
     stuck = [lane for lane in range(len(rows)) if run.progress[lane] < len(lanes[lane])]
@@ -49,7 +49,7 @@ def waiting_for_each_other(
     def awaited(lane: int) -> int:
         """Return the task that a lane waits for; for a message, what that message waits for."""
         head = lanes[lane][run.progress[lane]]
-        task = next(task for task, _ in waits.of(head) if run.ends[task] == NEVER)
+        task = next(task for task, _ in dependencies.of(head) if run.ends[task] == NEVER)
         other = cells[task][0]
         return task if other < len(rows) else awaited(other)
 

@@ -9,14 +9,14 @@ from functools import cached_property
 from stageline.arguments import shown
 from stageline.schedules.action import COMPUTE, NO_PEER, NO_VERSION, WHOLE_BATCH, Action, Kind
 from stageline.schedules.edges import chain
-from stageline.schedules.grid import Cell
+from stageline.schedules.marked_grid import Cell
 from stageline.schedules.placement import ranks_of, side_by_side
-from stageline.schedules.precedence import Numbering, run_lanes, waits_of
 from stageline.schedules.program.insert_communication import insert_communication
 from stageline.schedules.rules.program_rules import ProgramFacts
 from stageline.schedules.rules.program_rules import deadlocked as deadlocked_program
 from stageline.schedules.rules.rule import Rule, Violation, waiting_for_each_other
-from stageline.schedules.schedule import Schedule, is_scheduled, is_whole
+from stageline.schedules.schedule import Schedule, is_integer, is_scheduled
+from stageline.schedules.task_graph import TaskNumbering, dependencies_of, run_lanes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def no_actions(facts: ScheduleFacts) -> Iterator[Violation]:
 def not_integers(facts: ScheduleFacts) -> Iterator[Violation]:
     for cell, action in facts.all_cells():
         stage, _, *others = action
-        if not is_whole(stage) or not all(map(is_whole, others)):
+        if not is_integer(stage) or not all(map(is_integer, others)):
             yield Violation([cell], {"action": shown(tuple(action))})
 
 
@@ -201,11 +201,11 @@ def deadlocked(facts: ScheduleFacts) -> Iterator[Violation]:
         yield from _marked_in(schedule, program.actions, deadlocked_program(ProgramFacts(program)))
         return
     rows = [[a for a in row if a.kind in COMPUTE] for row in schedule.actions]
-    numbering = Numbering(schedule.num_stages, schedule.total_microbatches)
+    numbering = TaskNumbering(schedule.num_stages, schedule.total_microbatches)
     lanes = [numbering.lane(row) for row in rows]
-    waits = waits_of(numbering, chain(schedule.num_stages), lambda *_: 0.0)
-    run = run_lanes(lanes, [1.0] * numbering.num_tasks, waits)
-    yield from _marked_in(schedule, rows, waiting_for_each_other(rows, lanes, waits, run))
+    dependencies = dependencies_of(numbering, chain(schedule.num_stages), lambda *_: 0.0)
+    run = run_lanes(lanes, [1.0] * numbering.num_tasks, dependencies)
+    yield from _marked_in(schedule, rows, waiting_for_each_other(rows, lanes, dependencies, run))
 
 
 def _marked_in(

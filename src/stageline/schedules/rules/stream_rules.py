@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
-from stageline.schedules.grid import Cell
+from stageline.schedules.marked_grid import Cell
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.program.stream import version_made_from
 from stageline.schedules.rules.rule import Rule, Violation
