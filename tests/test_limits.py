@@ -226,9 +226,9 @@ def test_costs_that_have_no_numbers_are_refused() -> None:
 
     refused_in_a_second(lambda: sl.Costs(forward=Odd()), "forward is a Odd")  # type: ignore[arg-type]
     meta: Any = torch.ones(2, device="meta")
-    refused_in_a_second(lambda: sl.Costs(forward=meta), "which has no numbers")
+    refused_in_a_second(lambda: sl.Costs(forward=meta), "which cannot be converted to numbers")
     refused_in_a_second(lambda: sl.Costs().per_stage("speed", 2), "'speed' is not known")
-    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' is given")
+    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' was given")
 
 
 def test_annotations_are_what_arguments_are_held_to() -> None:

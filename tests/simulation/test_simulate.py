@@ -334,7 +334,7 @@ def test_a_program_without_one_of_its_messages_is_refused() -> None:
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
-    message = "^forward has 3 values, but the schedule has 2 stages: give one number, or 2$"
+    message = "^forward has 3 values, but the schedule has 2 stages: give one number, or 2 numbers$"
     with pytest.raises(CostsError, match=message):
         simulate(PAIR, Costs(forward=[1, 2, 3]))
 

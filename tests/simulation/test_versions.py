@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.measures.memory import peak_memory
-from stageline.report.spans import Level
+from stageline.report.memory import peak_memory
+from stageline.report.spans import MemoryLevel
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -62,13 +62,13 @@ def test_versions_of_the_first_of_two_ranks_level_by_level() -> None:
     schedule = build_schedule("pipedream", num_ranks=2, num_microbatches=1, num_minibatches=3)
     timeline = simulate(schedule, Costs(activation=0, parameters=10))
     assert timeline.memory[0] == (
-        Level(0, 0, 10),
-        Level(6, 0, 20),  # 0STEP@1, while 0B1@0 is still to come
-        Level(9, 0, 10),  # 0B1@0 ends
-        Level(9, 0, 20),  # 0STEP@2, while 0B2@1 is still to come
-        Level(12, 0, 10),
+        MemoryLevel(0, 0, 10),
+        MemoryLevel(6, 0, 20),  # 0STEP@1, while 0B1@0 is still to come
+        MemoryLevel(9, 0, 10),  # 0B1@0 ends
+        MemoryLevel(9, 0, 20),  # 0STEP@2, while 0B2@1 is still to come
+        MemoryLevel(12, 0, 10),
     )
-    assert timeline.memory[1] == (Level(0, 0, 10),)
+    assert timeline.memory[1] == (MemoryLevel(0, 0, 10),)
 
 
 def test_a_version_that_waits_for_its_first_use_is_held() -> None:

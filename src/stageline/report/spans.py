@@ -1,4 +1,4 @@
-"""The pieces of a timeline: when actions ran, messages flew, and how much was held."""
+"""Define the parts of a timeline: spans of actions, transfers of messages, memory levels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stageline.schedules.action import Action
 
 
 class Span(NamedTuple):
-    """One action of a rank, from its start to its end."""
+    """One action of a rank, with its start and end."""
 
     action: Action
     start: float
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One message between two ranks, as its send: `send.stage` made it, `send.peer` reads it."""
+    """One message between two ranks; `send.stage` made it, `send.peer` reads it."""
 
     source: int
     target: int
@@ -27,8 +27,8 @@ class Transfer(NamedTuple):
     end: float
 
 
-class Level(NamedTuple):
-    """From `time` on, a rank holds this much: activations, and everything."""
+class MemoryLevel(NamedTuple):
+    """The memory that a rank holds from `time` on: activations only, and in total."""
 
     time: float
     activations: float

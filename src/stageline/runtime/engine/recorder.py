@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from stageline.costs import Costs
-from stageline.report.measures.idle import Idle
+from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.runtime.engine.loop import Moment, Purpose, Trace
