@@ -1,4 +1,4 @@
-"""Costs as they are given, and the errors of those that make no sense."""
+"""Costs in all forms, and the errors for invalid ones."""
 
 import math
 import re
@@ -20,7 +20,7 @@ def refused(message: str) -> Any:
 
 
 def build(**given: Any) -> Costs:
-    """Costs from anything at all; activations are large enough to retain it."""
+    """Return costs from any value; activations are large enough to retain it."""
     return Costs(**({"activation": 1e9} | given))
 
 

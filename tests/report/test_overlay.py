@@ -1,4 +1,4 @@
-"""Prediction over measurement: whose lane is where, and that both have one scale of time."""
+"""Overlays of prediction and measurement: the order of lanes, and their common time scale."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def drawn(name: str = "pipedream", costs: Costs | None = None, **sizes: Any) -> 
 
 
 def groups(timeline: Timeline, css: str) -> list[ET.Element]:
-    """Those of each lane."""
+    """Return the elements of each lane."""
     root = ET.fromstring(svg(timeline))
     return [group for group in root.iter(f"{ROOM}g") if group.get("class") == css]
 

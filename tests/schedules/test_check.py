@@ -368,7 +368,7 @@ def test_replicas_that_are_no_numbers_of_ranks_are_refused(replicas: Any) -> Non
 
 
 def test_replicas_that_wait_for_each_others_gradients_are_a_deadlock() -> None:
-    """Rank 2 wants 0F2 of rank 0, which first steps with rank 1, which waits for 1B1 of rank 2."""
+    """Rank 2 needs 0F2 of rank 0, which first steps with rank 1, which waits for 1B1 of rank 2."""
     message, *grid = error_of(
         Schedule.from_text(
             "0F0@0 0B0@0 0STEP@1 0F2@1 0B2@1 0STEP@2",

@@ -1,4 +1,4 @@
-"""Schedules as files: what is written is read again, and what is no schedule is refused."""
+"""Schedules as files: a round trip changes nothing, and invalid files are rejected."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,7 +43,7 @@ def folder() -> Iterator[Path]:
 
 
 def assert_read_or_refused(path: Path) -> None:
-    """A ScheduleError is an answer, be it on reading or on checking; any other is a defect."""
+    """Reading or checking may raise ScheduleError; any other exception is a defect."""
     with suppress(ScheduleError):
         schedule = Schedule.from_csv(path)
         assert set(schedule.placement) <= set(range(schedule.num_ranks))
@@ -163,7 +163,7 @@ def test_a_file_that_is_not_text_is_refused_with_the_byte(tmp_path: Path) -> Non
 
 
 def test_a_file_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """They put a byte order mark in front."""
+    """Spreadsheets begin a file with a byte order mark."""
     path = tmp_path / "excel.csv"
     path.write_text("\ufeff0F0,0B0\n", encoding="utf-8")
     assert Schedule.from_csv(path) == Schedule.from_text("0F0 0B0")

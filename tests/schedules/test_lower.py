@@ -1,4 +1,4 @@
-"""What lowering adds to a schedule, and that no send ever waits for its receive."""
+"""The actions that lowering adds to a schedule; no send ever waits for its receive."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ every_synchronous = pytest.mark.parametrize("name", schedule_names(synchronous=T
 
 
 def some_edges(num_stages: int, rng: Random) -> list[Edge]:
-    """The chain and two values that skip stages, if there are so many."""
+    """Return the chain and two values that skip stages, if there are enough stages."""
     skips = [(w, r) for w in range(num_stages) for r in range(w + 2, num_stages)]
     return [*chain(num_stages), *rng.sample(skips, min(2, len(skips)))]
 
@@ -38,7 +38,7 @@ def any_edges(num_stages: int, rng: Random) -> list[Edge]:
 
 
 def position(program: Program, action: Action) -> int:
-    """Where an action stands in the row of its rank."""
+    """Return the position of an action in the row of its rank."""
     return program.actions[program.placement[action.stage]].index(action)
 
 
@@ -51,7 +51,7 @@ def test_a_lowered_pair_of_ranks_written_out() -> None:
 
 
 def test_a_receive_is_asked_for_no_earlier_than_the_sender_is_known_to_have_come_so_far() -> None:
-    """Rank 1 sends 1SEND_B0 when it has had 0F1; rank 2 sends 2SEND_B0 when it has had 1F0 only."""
+    """Rank 1 sends 1SEND_B0 after it received 0F1; rank 2 sends 2SEND_B0 after only 1F0."""
     program = lower(build_schedule("1f1b", num_ranks=3, num_microbatches=2))
     ends = "1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD 1STEP"
     assert [" ".join(map(str, row)) for row in program.actions] == [
@@ -210,7 +210,7 @@ def test_a_rank_ends_with_one_step_for_each_of_its_stages(name: str) -> None:
 
 
 def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> LaneTimes:
-    """Everything takes a time of its own, which may be none; messages take none of their rank's."""
+    """Run with random times, which may be 0; messages do not take time of their rank."""
     delays = {a: rng.choice([0.0, rng.random(), 9.0]) for row in program.actions for a in row}
     tasks = program_tasks(program, delays.__getitem__, rendezvous=rendezvous)
     durations = [rng.choice([0.0, rng.random(), 5.0]) for _ in range(tasks.num_tasks)]
@@ -243,7 +243,7 @@ def test_in_no_timing_does_a_send_of_a_single_step_wait_for_its_receive(
 
 
 def sends_that_wait(program: Program, run: LaneTimes) -> Iterator[Action]:
-    """A send follows its maker, its rank's receives or other sends: later than these, it waits."""
+    """Yield sends that start later than the end of the actions before them on their rank."""
     tasks = program_tasks(program, lambda _: 0.0)
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
         for (before, task), action in zip(pairwise(lane), row[1:], strict=True):
@@ -272,7 +272,7 @@ def test_a_fast_rank_of_a_stream_waits_until_the_next_has_begun_its_mini_batch()
 def test_a_send_of_a_stream_waits_only_for_a_rank_that_has_not_begun_its_mini_batch(
     name: str, p: int, count: int, replicated: bool, seed: int
 ) -> None:
-    """That another mini-batch will come is not known before: a send may wait so long."""
+    """It is not known earlier whether there is another mini-batch, so a send may wait."""
     replicas = [p, 1] if replicated and name.startswith("pipedream") else None
     schedule = build_schedule(
         name,
@@ -312,7 +312,7 @@ def test_any_edges_give_a_program_that_keeps_all_rules(name: str, p: int, seed: 
 
 
 def test_receives_moved_behind_the_sends_before_their_readers_can_make_a_send_wait() -> None:
-    """The promise is no matter of course: later receives keep all other rules, and it breaks."""
+    """Later receives satisfy all other rules, but can make a send wait."""
     rows = [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0STEP",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",

@@ -34,7 +34,7 @@ SEQUENCE = 1024
 
 
 def row_costs(row: dict[str, str], chunks: int) -> Costs:
-    """Times as the row gives them, memory of one layer as the paper counts it, by chunk."""
+    """Return costs with the times of the row, and memory as the paper counts it, by chunk."""
     hidden, heads = MODELS[row["model"]]
     activation, retained = 34 * hidden + 5 * heads * SEQUENCE, 32 * hidden
     forward, input_grad, weight_grad, transfer = (float(row[name]) for name in "FBWc")
@@ -76,7 +76,7 @@ def test_zbv_is_no_higher_than_the_paper(row: dict[str, str]) -> None:
 
 
 def uneven(num_stages: int) -> Costs:
-    """A large embedding in front, a larger head behind, and layers that differ between."""
+    """Return costs with a large embedding first, a larger head last, and different layers."""
     forward = [1.4, *(1 + 0.1 * (stage % 3) for stage in range(num_stages - 2)), 1.8]
     return Costs(forward, [1.1 * f for f in forward], [0.7 * f for f in forward], 0.05)
 
@@ -203,7 +203,7 @@ def test_wrong_arguments_are_told_at_the_door(arguments: dict[str, Any], message
 
 
 def test_a_hand_made_order_that_is_optimal_ends_the_search() -> None:
-    """64 ranks and 256 micro-batches would take a quarter of a minute otherwise."""
+    """64 ranks and 256 micro-batches would otherwise take 15 seconds."""
     timeline = simulate(build_schedule("zbv", num_ranks=16, num_microbatches=64, costs=Costs()))
     assert timeline.span_bubble == 0
 

@@ -1,4 +1,4 @@
-"""Schedules of several mini-batches: sound, periodic, the same after a file, and how far ahead."""
+"""Schedules of several mini-batches: rules, periods, files and warm-up."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def built(stream: str, **options: Any) -> Schedule:
 
 @every_stream
 def test_a_stream_and_its_program_keep_all_rules(stream: str) -> None:
-    """Of which the last are that ranks never wait for each other, with rendezvous sends too."""
+    """The last rules are the absence of deadlocks, also with rendezvous sends."""
     schedule = built(stream)
     check(schedule)
     program = lower(schedule)

@@ -1,4 +1,4 @@
-"""What each rank holds, level by level, on schedules small enough to count it by hand."""
+"""The memory of each rank over time, on schedules small enough to compute it by hand."""
 
 import pytest
 

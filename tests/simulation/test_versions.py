@@ -1,4 +1,4 @@
-"""How many versions of its weights each rank holds, counted in parameters of one unit a stage."""
+"""The number of weight versions on each rank, with parameters of size 1 per stage."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_2bw_holds_two_versions(p: int, m: int) -> None:
 
 
 def test_several_micro_batches_a_mini_batch_make_fewer_versions() -> None:
-    """Three micro-batches are on their way behind one: with m = 2 or 3 that is two steps."""
+    """Three micro-batches are in flight behind one: with m = 2 or 3 that is two steps."""
     assert [most_versions("pipedream", 4, m) for m in (1, 2, 3, 4)] == [
         (4, 3, 2, 1), (3, 2, 2, 1), (2, 2, 2, 1), (2, 2, 2, 1),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from stageline.schedules.placement import Placement, Replicas
 
 
 class MemoryChange(NamedTuple):
-    """How an action changes the memory held: at its start, only while it runs, and at its end."""
+    """The change of memory by an action: at its start, only while it runs, and at its end."""
 
     start: float
     during: float

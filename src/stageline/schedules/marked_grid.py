@@ -1,4 +1,4 @@
-"""Print rows of actions as text, with some cells marked; errors show them."""
+"""Format rows of actions as text, with some cells marked, as errors show them."""
 
 from __future__ import annotations
 

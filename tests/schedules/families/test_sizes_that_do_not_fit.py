@@ -1,4 +1,4 @@
-"""Sizes that a family cannot take, and what its error says to do about it."""
+"""Sizes that a family does not support, and the advice in its error."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): 1F1B over several chunks a rank.
+"""Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): 1F1B over several chunks per rank.
 
 rank 0 │ F0 F1 f0 f1 F2 .. b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1 .. b2 b2 .. b3 b3 B2 B2 B3 B3
 rank 1 │ .. F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3

@@ -135,7 +135,7 @@ def _without_version(action: Action) -> Action:
 
 
 def _needs(routes: Routes, action: Action) -> Iterator[Action]:
-    """Yield the actions that must precede one on the same rank; I stands for both I and B."""
+    """Yield the actions that must precede one on the same rank; I represents both I and B."""
     stage, kind, microbatch, _, _ = action
     if kind is Kind.F:
         near = (s for s in routes.writers[stage] if not routes.crosses(s, stage))
