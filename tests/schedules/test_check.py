@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -13,7 +14,7 @@ from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import Program
+from stageline.schedules.program.program import Epilogue, Program
 from stageline.schedules.rules.program_rules import PROGRAM_RULES, ProgramFacts
 from stageline.schedules.rules.schedule_rules import DEADLOCK_RULES, SCHEDULE_RULES, ScheduleFacts
 from stageline.schedules.rules.stream_rules import STREAM_RULES, StreamFacts
@@ -241,6 +242,14 @@ PROGRAM_BROKEN = {
         program("0F0@0 0B0@0 0STEP@1 0REDUCE_GRAD@1"),
         "0REDUCE_GRAD@1 comes after 0STEP@1, which needs it: swap them",
         ("0STEP@1",),
+    ),
+    "epilogue before its step": Broken(
+        replace(
+            program("0F0@0 0B0@0 0REDUCE_GRAD@1 0STEP@1 0UPDATE_STATS@1"),
+            epilogue=Epilogue(stages_with_stats=(0,)),
+        ),
+        "0UPDATE_STATS@1 comes after 0STEP@1, which needs it: swap them",
+        ("0STEP@1", "0UPDATE_STATS@1"),
     ),
     "nothing after the step": Broken(
         program("0F0 0RECV_B0 0SEND_F0 0B0 0STEP 0REDUCE_GRAD", LAST_RANK),

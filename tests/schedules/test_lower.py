@@ -17,7 +17,13 @@ from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import RECEIVE_KIND, Program, program_tasks, receive_of
+from stageline.schedules.program.program import (
+    RECEIVE_KIND,
+    Epilogue,
+    Program,
+    program_tasks,
+    receive_of,
+)
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.task_graph import LaneTimes, run_lanes
 
@@ -48,6 +54,28 @@ def test_a_lowered_pair_of_ranks_written_out() -> None:
         "0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1 0REDUCE_GRAD 0STEP",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
     ]
+
+
+def test_the_epilogue_of_a_model_stands_before_the_steps_of_each_rank() -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=2)
+    epilogue = Epilogue(reduces_tied=True, stages_with_stats=(1, 2), clips=True)
+    program = lower(schedule, epilogue=epilogue)
+    check(program)
+    assert [" ".join(map(str, row[-6:])) for row in program.actions] == [
+        "0REDUCE_GRAD 0REDUCE_TIED 2UPDATE_STATS 0CLIP_GRAD 0STEP 2STEP",
+        "1REDUCE_GRAD 1REDUCE_TIED 1UPDATE_STATS 1CLIP_GRAD 1STEP 3STEP",
+    ]
+
+
+def test_in_a_stream_running_statistics_are_updated_before_the_step_of_their_stage() -> None:
+    schedule = build_schedule("pipedream", num_ranks=2, num_microbatches=1)
+    program = lower(schedule, epilogue=Epilogue(stages_with_stats=(1,)))
+    check(program)
+    rows = [[str(action) for action in row] for row in program.actions]
+    updates = [i for i, action in enumerate(rows[1]) if "UPDATE_STATS" in action]
+    assert len(updates) == schedule.num_minibatches
+    assert all(rows[1][i + 1] == rows[1][i].replace("UPDATE_STATS", "STEP") for i in updates)
+    assert not any("UPDATE_STATS" in action for action in rows[0])
 
 
 def test_a_receive_is_asked_for_no_earlier_than_the_sender_is_known_to_have_come_so_far() -> None:

@@ -21,6 +21,9 @@ NAMES = {
     Kind.W: "weight gradient",
     Kind.B: "backward",
     Kind.REDUCE_GRAD: "gradient reduction",
+    Kind.REDUCE_TIED: "sum over tied weights",
+    Kind.UPDATE_STATS: "running statistics",
+    Kind.CLIP_GRAD: "gradient clipping",
     Kind.STEP: "optimizer step",
     Kind.SEND_F: "send activation",
     Kind.RECV_F: "receive activation",
@@ -29,6 +32,9 @@ NAMES = {
 }
 LETTERS = {
     Kind.REDUCE_GRAD: "R",
+    Kind.REDUCE_TIED: "T",
+    Kind.UPDATE_STATS: "N",
+    Kind.CLIP_GRAD: "C",
     Kind.STEP: "S",
     Kind.SEND_F: ">",
     Kind.RECV_F: "<",

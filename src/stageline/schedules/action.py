@@ -18,13 +18,18 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # send its gradient back to the stage that wrote it
     RECV_B = "RECV_B"
     REDUCE_GRAD = "REDUCE_GRAD"  # sum a stage's gradients over its replicas
+    REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of weights that several layers share
+    UPDATE_STATS = "UPDATE_STATS"  # update the running statistics of a stage's BatchNorm layers
+    CLIP_GRAD = "CLIP_GRAD"  # scale a rank's gradients to the limit on their global norm
     STEP = "STEP"  # run the optimizer on a stage's parameters
 
     __hash__ = str.__hash__  # Enum's is written in Python: lookups by action would be twice as slow
 
 
 COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
-WHOLE_BATCH = -1  # the micro-batch of actions that run once per mini-batch: REDUCE_GRAD and STEP
+# Actions that run once per mini-batch, and their micro-batch.
+ONCE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED, Kind.UPDATE_STATS, Kind.CLIP_GRAD, Kind.STEP})
+WHOLE_BATCH = -1
 NO_PEER = -1
 NO_VERSION = -1  # the weights have only one version
 

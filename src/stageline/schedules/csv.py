@@ -17,6 +17,7 @@ from stageline.limits import MOST_SCHEDULE_BYTES, MOST_STAGES, check_most
 from stageline.schedules.action import (
     COMPUTE,
     NO_PEER,
+    ONCE,
     WHOLE_BATCH,
     Action,
     Kind,
@@ -30,7 +31,6 @@ ACTION = re.compile(
 # torch's notation for two actions that may overlap
 OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions, which are skipped
-ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
 
 
 def read(path: AnyPath) -> list[list[Action]]:
@@ -102,5 +102,5 @@ def _with_version(action: Action, version: str | None, seen: str) -> Action:
     if version is None:
         return action
     if action.kind not in COMPUTE and action.kind not in ONCE:
-        raise ScheduleError(f"{seen}, but only compute, REDUCE_GRAD and STEP have a version")
+        raise ScheduleError(f"{seen}, but sends and receives have no version")
     return action._replace(version=int(version))

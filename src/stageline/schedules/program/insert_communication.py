@@ -21,26 +21,34 @@ from collections.abc import Iterable, Iterator
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.edges import Edge, Routes, chain, checked_edges
 from stageline.schedules.placement import stages_by_rank
-from stageline.schedules.program.program import Program, receive_of
+from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program, receive_of
 from stageline.schedules.program.stream import segment_bounds, version_made_from
 from stageline.schedules.schedule import Schedule
 
 
-def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
+def insert_communication(
+    schedule: Schedule, edges: Iterable[Edge] | None = None, epilogue: Epilogue = NO_EPILOGUE
+) -> Program:
     """Return the program of a schedule that has been checked; `lower` checks it first."""
     edges = chain(schedule.num_stages) if edges is None else edges
     edges = checked_edges(edges, schedule.num_stages)
     routes = Routes(edges, schedule.placement, schedule.replicas)
     receives = _receives(schedule, routes)
     rows = tuple(
-        tuple(_row(row, routes, receives[rank], schedule.num_microbatches))
+        tuple(_row(row, routes, receives[rank], schedule.num_microbatches, epilogue))
         for rank, row in enumerate(schedule.actions)
     )
-    return Program(rows, schedule.placement, routes.edges, schedule.name, schedule.replicas)
+    return Program(
+        rows, schedule.placement, routes.edges, schedule.name, schedule.replicas, epilogue
+    )
 
 
 def _row(
-    row: Iterable[Action], routes: Routes, receives: list[list[Action]], size: int
+    row: Iterable[Action],
+    routes: Routes,
+    receives: list[list[Action]],
+    size: int,
+    epilogue: Epilogue,
 ) -> Iterator[Action]:
     row = list(row)
     last = {  # by stage and version of its weights: the action that completes the gradients
@@ -50,6 +58,8 @@ def _row(
     }
     yield from receives[0]
     for position, action in enumerate(row):
+        if action.kind is Kind.STEP:
+            yield from epilogue.actions([action.stage], action.version)
         yield action
         yield from receives[position + 1]
         yield from routes.sends(action)
@@ -57,6 +67,7 @@ def _row(
         if last.get((action.stage, version)) == position:
             yield Action(action.stage, Kind.REDUCE_GRAD, version=version)
     if not any(a.kind is Kind.STEP for a in row):
+        yield from epilogue.actions(stage for stage, _ in last)
         yield from (Action(stage, Kind.STEP) for stage, _ in sorted(last))
 
 

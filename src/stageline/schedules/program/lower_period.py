@@ -12,20 +12,22 @@ from collections.abc import Iterable, Iterator
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.edges import Edge
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import Program
+from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program
 from stageline.schedules.program.stream import Period, PeriodEntry, entry_of, find_period, unroll
 from stageline.schedules.schedule import Schedule, is_scheduled
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
-def lower_period(schedule: Schedule, edges: Iterable[Edge]) -> Period:
+def lower_period(
+    schedule: Schedule, edges: Iterable[Edge], epilogue: Epilogue = NO_EPILOGUE
+) -> Period:
     """Return the actions that each rank repeats for every mini-batch, with all communication."""
     if not schedule.is_stream:
-        return _period_of_one(lower(schedule, edges))
+        return _period_of_one(lower(schedule, edges, epilogue))
     period = find_period(schedule)
     middle = period.lag + 1
-    program = lower(unroll(period, 2 * period.lag + 3), edges)
+    program = lower(unroll(period, 2 * period.lag + 3), edges, epilogue)
     entries = {entry.action: entry for row in period.rows for entry in row}
     size = period.num_microbatches
     rows = (tuple(_segment(row, middle, entries, size)) for row in program.actions)

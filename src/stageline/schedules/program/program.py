@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,31 @@ RECEIVE_KIND = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 OVERLAPPED = (*RECEIVE_KIND, Kind.REDUCE_GRAD)  # these run beside what their rank computes
 
 
+class Epilogue(NamedTuple):
+    """The actions of a model at the end of each mini-batch, in addition to reductions and steps."""
+
+    reduces_tied: bool = False  # several layers share a weight
+    stages_with_stats: tuple[int, ...] = ()  # stages whose running statistics are updated
+    clips: bool = False  # gradients are clipped before the optimizer steps
+
+    def actions(self, stages: Iterable[int], version: int = NO_VERSION) -> Iterator[Action]:
+        """Yield the actions of a rank before its optimizer steps.
+
+        Tied weights and clipping concern a whole rank, and belong to its first stage here.
+        """
+        stages = sorted(stages)
+        if self.reduces_tied and stages:
+            yield Action(stages[0], Kind.REDUCE_TIED, version=version)
+        for stage in stages:
+            if stage in self.stages_with_stats:
+                yield Action(stage, Kind.UPDATE_STATS, version=version)
+        if self.clips and stages:
+            yield Action(stages[0], Kind.CLIP_GRAD, version=version)
+
+
+NO_EPILOGUE = Epilogue()
+
+
 @dataclass(frozen=True)
 class Program:
     """The ordered actions of every rank, which the simulator and the runtime both execute.
@@ -36,6 +61,7 @@ class Program:
     edges: tuple[Edge, ...]
     name: str = field(default="", compare=False)
     replicas: Replicas = ()
+    epilogue: Epilogue = NO_EPILOGUE
 
     def __post_init__(self) -> None:
         """Convert lists to tuples, so that the program cannot change."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
+from stageline.schedules.action import COMPUTE, NO_VERSION, ONCE, Action, Kind
 from stageline.schedules.marked_grid import Cell
-from stageline.schedules.placement import ranks_of
+from stageline.schedules.placement import ranks_of, stages_by_rank
 from stageline.schedules.program.program import RECEIVE_KIND, Program, program_tasks, receive_of
 from stageline.schedules.program.stream import version_made_from
 from stageline.schedules.rules.rule import Rule, Violation, waiting_for_each_other
@@ -54,17 +54,32 @@ class ProgramFacts:
             for kind in ONCE_PER_STAGE
             for version in self.versions
         }
-        return once | self.messages.keys() | {receive_of(send) for send in self.messages}
+        extra = {
+            action
+            for stages in self.stages_before_a_step
+            for version in self.versions
+            for action in self.program.epilogue.actions(stages, version)
+        }
+        return once | extra | self.messages.keys() | {receive_of(send) for send in self.messages}
+
+    @cached_property
+    def stages_before_a_step(self) -> list[tuple[int, ...]]:
+        """Return the stages that share an epilogue: each one in a stream, else those of a rank."""
+        program = self.program
+        if program.schedule.is_stream:
+            return [(stage,) for stage in range(len(program.placement))]
+        return stages_by_rank(program.placement, len(program.actions))
 
     def ranks_of(self, action: Action) -> Sequence[int]:
         """Return the ranks that must run an action: one, or all that hold its stage."""
         program = self.program
-        if action.kind in ONCE_PER_STAGE:
+        if action.kind in ONCE:
             return ranks_of(program.placement, program.replicas, action.stage)
         return (program.routes.rank_of(action.stage, action.microbatch),)
 
 
 ONCE_PER_STAGE = (Kind.REDUCE_GRAD, Kind.STEP)
+BEFORE_STEP = (Kind.REDUCE_TIED, Kind.UPDATE_STATS, Kind.CLIP_GRAD)
 
 
 def not_required(facts: ProgramFacts) -> Iterator[Violation]:
@@ -151,6 +166,24 @@ def reduced_too_early(facts: ProgramFacts) -> Iterator[Violation]:
                 reduced.add((action.stage, action.version))
 
 
+def stepped_before_epilogue(facts: ProgramFacts) -> Iterator[Violation]:
+    """Yield actions of the epilogue that come after a step that needs them."""
+    extra = facts.required - facts.messages.keys()
+    for row_number, row in enumerate(facts.program.actions):
+        steps: list[tuple[int, Action]] = []
+        for position, action in enumerate(row):
+            if action.kind is Kind.STEP:
+                steps.append((position, action))
+            elif action in extra and action.kind in BEFORE_STEP:
+                for before, step in steps:
+                    is_needed = step.version == action.version and (
+                        action.kind is not Kind.UPDATE_STATS or step.stage == action.stage
+                    )
+                    if is_needed:
+                        cells = [(row_number, before), (row_number, position)]
+                        yield Violation(cells, {"first": action, "second": step})
+
+
 def stepped_unreduced(facts: ProgramFacts) -> Iterator[Violation]:
     """Yield steps of a stream without a reduction before them; `after_the_step` covers the rest."""
     if not facts.program.schedule.is_stream:
@@ -207,6 +240,11 @@ PROGRAM_RULES = (
     Rule(
         "reduced before its step",
         stepped_unreduced,
+        "{first} comes after {second}, which needs it: swap them",
+    ),
+    Rule(
+        "epilogue before its step",
+        stepped_before_epilogue,
         "{first} comes after {second}, which needs it: swap them",
     ),
     Rule(
