@@ -155,7 +155,7 @@ PLAN = sl.plan(PROFILE, sl.Cluster(2, "1GiB"), batch_size=8, num_ranks=2, schedu
         ({"peak_memory": [1.0]}, "a peak of memory: the plan says 1, but its actions 2"),
         ({"actions": ["0F0 0B0", "1F0"]}, "1I0 is missing, and so is 1B0"),
         ({"actions": ["0F0 0X0"]}, "an action looks like 2F0"),
-        ({"actions": []}, "no forward in any row"),
+        ({"actions": []}, "no row has a forward"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
         ({"chosen": {"schedule": "zbw"}}, "schedule 'zbw' is not known: did you mean 'zbv'"),

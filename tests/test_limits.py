@@ -210,9 +210,9 @@ def test_actions_that_are_not_what_they_should_be_are_refused() -> None:
             forward._replace(peer=wrong),
             forward._replace(version=wrong),
         ):
-            refused_in_a_second(partial(check, [[action, backward]]), "whole numbers")
+            refused_in_a_second(partial(check, [[action, backward]]), "integers")
     for wrong in ([["0F0"]], [[None]], [None], ["0F0"], [forward], [[(0, "F", 0)]]):
-        refused_in_a_second(partial(check, wrong), "actions has")
+        refused_in_a_second(partial(check, wrong), "actions contains")
     for wrong in ((0, 5), (0, -1), (0, True), ("0", "1"), (0.0, 1.0)):
         refused_in_a_second(partial(check, SCHEDULE.actions, wrong))
 
@@ -227,9 +227,9 @@ def test_costs_that_have_no_numbers_are_refused() -> None:
 
     refused_in_a_second(lambda: sl.Costs(forward=Odd()), "forward is a Odd")  # type: ignore[arg-type]
     meta: Any = torch.ones(2, device="meta")
-    refused_in_a_second(lambda: sl.Costs(forward=meta), "which has no numbers")
+    refused_in_a_second(lambda: sl.Costs(forward=meta), "which cannot be converted to numbers")
     refused_in_a_second(lambda: sl.Costs().per_stage("speed", 2), "'speed' is not known")
-    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' is given")
+    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' was given")
 
 
 def test_annotations_are_what_arguments_are_held_to() -> None:

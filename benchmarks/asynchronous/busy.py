@@ -26,7 +26,7 @@ from torch.optim import SGD
 
 import stageline as sl
 from stageline.report.timeline import Timeline
-from stageline.schedules.program.stream import streamed
+from stageline.schedules.program.stream import as_stream
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, MINIBATCHES = 4, 4, 32
@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 def simulated(name: str, milliseconds: float) -> Timeline:
     if name == "1f1b":
         flushed = sl.build_schedule(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
-        schedule = streamed(flushed, MINIBATCHES)
+        schedule = as_stream(flushed, MINIBATCHES)
     else:
         schedule = sl.build_schedule(
             name,

@@ -24,11 +24,12 @@ from stageline.arguments import shown
 from stageline.costs import Costs, Link
 from stageline.errors import CostsError, PlanError, ReportError, ScheduleError, StagelineError
 from stageline.files import checked_path, read_json
-from stageline.report.files import WRITERS
+from stageline.report.save import WRITERS
 from stageline.report.summary import number, percent, share_range
 from stageline.report.timeline import Timeline
-from stageline.schedules.build import FAMILIES, build_schedule, family_of, schedule_names
+from stageline.schedules.build import build_schedule, family_of, schedule_names
 from stageline.schedules.check import check
+from stageline.schedules.families.table import FAMILIES
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 

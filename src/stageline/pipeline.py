@@ -282,5 +282,10 @@ class Pipeline:
         self.close()
 
 
+def session_of(pipe: Pipeline) -> Session:
+    """Return what a pipeline runs on, for the packages that save, load and train it."""
+    return pipe._session  # noqa: SLF001  private to users
+
+
 def _no_results() -> StepResults:
     yield from ()

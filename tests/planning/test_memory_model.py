@@ -27,7 +27,7 @@ from stageline.planning.cluster.cluster import Cluster
 from stageline.planning.partition.stages import Cut, Machines, stage_costs
 from stageline.planning.profiling.estimate import estimate
 from stageline.planning.profiling.profile import Profile
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.runtime.engine.stage import Stage
 from stageline.runtime.settings import LossFunction
 from stageline.schedules.action import Kind

@@ -81,7 +81,7 @@ def streamed(
         schedule,
         backend,
         optimizer_fn=OPTIMIZERS[optimizer],
-        scheduler=lambda stepped: StepLR(stepped, 4, 0.7),
+        scheduler_fn=lambda stepped: StepLR(stepped, 4, 0.7),
         max_norm=max_norm,
     )
     assert not pipe._session.assembly.needs_barriers

@@ -445,8 +445,8 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"scheduler_fn": StepLR(SGD([nn.Parameter(torch.ones(1))], 0.1), 1)},
             ModelError,
             (
-                "scheduler_fn is StepLR(…), but has to be a function that makes one for each stage: "
-                "scheduler_fn=lambda optimizer: StepLR(optimizer, 100)"
+                "scheduler_fn is StepLR(…), but has to be a function that makes one for each "
+                "stage: scheduler_fn=lambda optimizer: StepLR(optimizer, 100)"
             ),
         ),
         (
@@ -486,16 +486,16 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"replicas": [2, 1], "num_microbatches": 3},
             ScheduleError,
             (
-                "num_microbatches is 3, but a stage on 2 ranks gives them out in turns and needs a "
-                "multiple of 2: use one, or other replicas"
+                "num_microbatches is 3, but a stage on 2 ranks needs a multiple of 2: use one, or "
+                "other replicas"
             ),
         ),
         (
             {"replicas": [2, 2], "num_microbatches": 2},
             ScheduleError,
             (
-                "replicas is [2, 2], but 3 ranks need a number from 1 up for each stage, with the "
-                "sum 3"
+                "replicas is [2, 2], but must be one positive integer for each stage, with sum 3, "
+                "the number of ranks"
             ),
         ),
     ],
@@ -511,7 +511,9 @@ def test_options_of_a_schedule_that_is_built_already_are_refused(build: Build) -
     schedule = build_schedule("pipedream", num_ranks=3, num_microbatches=1)
     with (
         pytest.warns(DeprecationWarning, match=r"write schedule=sl\.build_schedule"),
-        pytest.raises(ModelError, match="^vertical_sync was given beside a schedule that is built"),
+        pytest.raises(
+            ModelError, match=r"^vertical_sync was given beside a schedule that is built"
+        ),
     ):
         Pipeline(
             layers(),

@@ -20,9 +20,9 @@ from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import edges_of, is_asynchronous
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.settings import Settings
+from stageline.schedules.program.lower_period import lower_period
 from stageline.schedules.program.program import Epilogue
-from stageline.schedules.program.routine import routine
-from stageline.schedules.program.stream import streamed
+from stageline.schedules.program.stream import as_stream
 from stageline.schedules.schedule import Schedule
 
 
@@ -64,7 +64,7 @@ class Assembly:
         schedule = self.layout.schedule
         if schedule.is_stream or self.needs_barriers:
             return self.step_loop
-        return self._loop(streamed(schedule, 1), clips=False)
+        return self._loop(as_stream(schedule, 1), clips=False)
 
     def late_clipping(self, optimizers: StageOptimizers) -> LateClipping | None:
         return LateClipping(optimizers, self.stream_loop) if self.clips_late else None
@@ -77,7 +77,7 @@ class Assembly:
             clips,
         )
         return Loop(
-            routine(schedule, edges, epilogue),
+            lower_period(schedule, edges, epilogue),
             self.layout,
             self.stages,
             self.settings.recompute,

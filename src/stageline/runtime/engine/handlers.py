@@ -14,12 +14,12 @@ from stageline.model.layers import Value
 from stageline.runtime.engine.loop import Handlers, RankRun
 from stageline.runtime.engine.minibatch import (
     Actions,
-    ActionTime,
     Contents,
     Message,
     MessageKey,
     MiniBatch,
     Purpose,
+    RecordedAction,
 )
 from stageline.runtime.engine.stage import Pass, Waiting
 from stageline.runtime.engine.tasks import Task
@@ -194,7 +194,7 @@ def _deliver(
     """Record the action, and put what it made into messages."""
     end = perf_counter()
     times = received.asked, received.sent, start, end
-    run.record(ActionTime(task.action, *times, minibatch.position))
+    run.record(RecordedAction(task.action, *times, minibatch.position))
     values, marks = made
     boxes = run.boxes
     for message, is_far, names in task.gives:
@@ -205,7 +205,7 @@ def _deliver(
 
 
 def record(run: RankRun, action: Action, minibatch: MiniBatch, start: float) -> None:
-    run.record(ActionTime(action, start, 0.0, start, perf_counter(), minibatch.position))
+    run.record(RecordedAction(action, start, 0.0, start, perf_counter(), minibatch.position))
 
 
 def _fetch_ahead(run: RankRun, task: Task) -> None:

@@ -16,9 +16,9 @@ from stageline.runtime.backends.backend import Transport
 from stageline.runtime.engine.minibatch import (
     KINDS,
     Actions,
-    ActionTime,
     Boxes,
     MiniBatch,
+    RecordedAction,
     Stream,
 )
 from stageline.runtime.engine.replicas import Replicas
@@ -100,7 +100,7 @@ class RankRun:
     def with_transport(self, transport: Transport) -> RankRun:
         return replace(self, transport=transport)
 
-    def record(self, time: ActionTime) -> None:
+    def record(self, time: RecordedAction) -> None:
         if self.stream.records:
             self.stream.times.setdefault(self.rank, []).append(time)
 

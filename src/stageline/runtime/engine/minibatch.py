@@ -62,7 +62,7 @@ class Message(NamedTuple):
     marks: Marks = NO_MARKS  # which of the tensors share memory with others
 
 
-class ActionTime(NamedTuple):
+class RecordedAction(NamedTuple):
     """When a rank ran an action and what it waited for, in seconds of `perf_counter`."""
 
     action: Action
@@ -114,7 +114,7 @@ class Stream:
     minibatches: dict[int, MiniBatch] = field(default_factory=dict)  # by position
     length: int = 0  # how many there have been
     num_microbatches: int = 0  # of the largest of them
-    times: dict[int, list[ActionTime]] = field(default_factory=dict)  # by rank
+    times: dict[int, list[RecordedAction]] = field(default_factory=dict)  # by rank
     now: dict[int, MessageKey] = field(default_factory=dict)  # what each rank does, for errors
     boxes: dict[int, Boxes] = field(default_factory=dict)  # by rank
 

@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 
 from stageline.costs import Costs
 from stageline.errors import ModelError
-from stageline.report.measures.idle import Idle
+from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.backends.processes.clock import SHIFT
-from stageline.runtime.engine.minibatch import ActionTime, Purpose
+from stageline.runtime.engine.minibatch import Purpose, RecordedAction
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.program.stream import Period, at
+from stageline.schedules.program.stream import Period, action_at
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
-Rows = Sequence[Sequence[ActionTime]]  # by rank
+Rows = Sequence[Sequence[RecordedAction]]  # by rank
 
 
 class Recording(NamedTuple):
     """The times of a step or a stream."""
 
-    times: dict[int, list[ActionTime]]  # by rank
+    times: dict[int, list[RecordedAction]]  # by rank
     purpose: Purpose
     num_microbatches: int
     num_minibatches: int
@@ -89,32 +89,32 @@ def timeline_of(recording: Recording, schedule: Schedule, balance: tuple[int, ..
 
 
 def _gathered(
-    own: dict[int, list[ActionTime]], collectives: Collectives
-) -> dict[int, list[ActionTime]]:
+    own: dict[int, list[RecordedAction]], collectives: Collectives
+) -> dict[int, list[RecordedAction]]:
     """Return the times of all ranks, by a clock that all processes have."""
     shifted = {rank: [_shifted(time, SHIFT) for time in row] for rank, row in own.items()}
     found = [pair for each in collectives.gather(shifted, "a trace") for pair in each.items()]
     return {rank: [_shifted(time, -SHIFT) for time in row] for rank, row in found}
 
 
-def _shifted(time: ActionTime, by: float) -> ActionTime:
+def _shifted(time: RecordedAction, by: float) -> RecordedAction:
     """Shift all times of an action; 0.0 for `sent` means that nothing was sent."""
     action, asked, sent, start, end, minibatch = time
     sent = sent + by if sent else 0.0
-    return ActionTime(action, asked + by, sent, start + by, end + by, minibatch)
+    return RecordedAction(action, asked + by, sent, start + by, end + by, minibatch)
 
 
-def _unnamed(time: ActionTime) -> Action:
+def _unnamed(time: RecordedAction) -> Action:
     return time.action
 
 
-def _named(period: Period) -> Callable[[ActionTime], Action]:
+def _named(period: Period) -> Callable[[RecordedAction], Action]:
     """Name actions by their numbers in the stream, with versions of weights."""
-    beats = {beat.action: beat for row in period.rows for beat in row}
-    return lambda time: at(beats[time.action], time.minibatch, period.num_microbatches)
+    entries = {entry.action: entry for row in period.rows for entry in row}
+    return lambda time: action_at(entries[time.action], time.minibatch, period.num_microbatches)
 
 
-def _in_milliseconds(recording: Recording, rank: int) -> list[ActionTime]:
+def _in_milliseconds(recording: Recording, rank: int) -> list[RecordedAction]:
     began = min((row[0].asked for row in recording.times.values() if row), default=0.0)
     return [
         time._replace(
@@ -158,7 +158,7 @@ def _even_costs(rows: Rows) -> Costs:
     return Costs(mean[Kind.F], mean.get(Kind.I, backward), mean.get(Kind.W, backward))
 
 
-def _host(row: Iterable[ActionTime]) -> float:
+def _host(row: Iterable[RecordedAction]) -> float:
     """Return the time between the end of an action and the next, but for waiting."""
     host, free = 0.0, 0.0
     for time in row:
@@ -168,6 +168,6 @@ def _host(row: Iterable[ActionTime]) -> float:
     return host
 
 
-def _transfer(row: Iterable[ActionTime]) -> float:
+def _transfer(row: Iterable[RecordedAction]) -> float:
     """Return the time from when the last message that an action needed was sent to its start."""
     return sum(time.start - time.sent for time in row if time.sent > time.asked)

@@ -15,7 +15,7 @@ from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
-from stageline.schedules.program.stream import folded
+from stageline.schedules.program.stream import find_period
 from stageline.schedules.schedule import Schedule
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
@@ -69,7 +69,7 @@ def is_asynchronous(schedule: Schedule) -> bool:
     """Return whether weights change while micro-batches that used them are on their way."""
     if not schedule.is_stream:
         return False
-    return any(beat.lag or beat.version < 0 for row in folded(schedule).rows for beat in row)
+    return any(beat.lag or beat.version < 0 for row in find_period(schedule).rows for beat in row)
 
 
 def check_optimizers(

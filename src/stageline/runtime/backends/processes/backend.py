@@ -83,9 +83,10 @@ class ProcessesBackend:
                 self.connection.watch.at.unforeseen = found.end
         layouts: dict[object, MessageLayout] = {}
         routes = {}
-        home = loop.period.routes.home
+        rank_of = loop.period.routes.rank_of
         for send in loop.values_of_message:
-            here, there = home(send.stage, send.microbatch), home(send.peer, send.microbatch)
+            here = rank_of(send.stage, send.microbatch)
+            there = rank_of(send.peer, send.microbatch)
             if self.rank in (here, there) and send.microbatch < len(forms):
                 form = forms[send.microbatch]
                 key = send._replace(microbatch=0), form

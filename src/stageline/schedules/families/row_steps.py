@@ -1,7 +1,7 @@
-"""A rank's row told by what it does and where: which micro-batch goes without saying.
+"""Build a rank's row from steps without micro-batches, which are numbered in ascending order.
 
-Every stage takes the micro-batches in ascending order, forwards and gradients alike, in every
-family. So an action's micro-batch is the number of actions of its kind that the stage ran before.
+In every family a stage runs micro-batches in ascending order, forwards and gradients alike. So an
+action's micro-batch is the number of earlier actions of the same kind on its stage.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import zip_longest
 
 from stageline.schedules.action import Action, Kind
 
-Step = tuple[int, Kind]  # a stage, and what is done there
+Step = tuple[int, Kind]  # an action without its micro-batch
 HALVES = {Kind.B: (Kind.I, Kind.W)}
 
 
-def numbered(steps: Iterable[Step]) -> Iterator[Action]:
-    """Every step with its micro-batch; B counts as an I and a W.
+def number_steps(steps: Iterable[Step]) -> Iterator[Action]:
+    """Yield an action for each step; B counts as an I and a W.
 
-    >>> print(*numbered([(2, Kind.F), (2, Kind.F), (2, Kind.B), (2, Kind.I), (2, Kind.W)]))
+    >>> print(*number_steps([(2, Kind.F), (2, Kind.F), (2, Kind.B), (2, Kind.I), (2, Kind.W)]))
     2F0 2F1 2B0 2I1 2W1
     """
     seen: Counter[Step] = Counter()
@@ -30,10 +30,10 @@ def numbered(steps: Iterable[Step]) -> Iterator[Action]:
             seen[stage, half] += 1
 
 
-def alternated(
+def alternate(
     forwards: Sequence[Step], backwards: Iterable[Sequence[Step]], num_ahead: int
 ) -> Iterator[Step]:
-    """`num_ahead` forwards, then in turn one forward, if any is left, and one backward."""
+    """Yield `num_ahead` forwards, then in turn one forward, if any is left, and one backward."""
     yield from forwards[:num_ahead]
     for forward, backward in zip_longest(forwards[num_ahead:], backwards):
         if forward:

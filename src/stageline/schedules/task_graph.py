@@ -1,7 +1,7 @@
-"""What must end before what can start, and the earliest time at which everything can run.
+"""Represent actions as integer tasks with dependencies, and compute their earliest times.
 
-Actions become integers, so that a hundred thousand of them are timed in a tenth of a second. The
-checker, the search and the simulator all ask the one question that `run_lanes` answers.
+With integers, a hundred thousand actions are timed in a tenth of a second. The checker, the search
+and the simulator all use `run_lanes`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stageline.schedules.edges import Edge
 NEVER = -1.0  # the end of a task that has not run
 
 
-class Numbering(NamedTuple):
-    """Tasks as integers: all F, then all I (or B), then all W; by stage, then by micro-batch."""
+class TaskNumbering(NamedTuple):
+    """The numbers of tasks: all F, then all I (or B), then all W; by stage, then micro-batch."""
 
     num_stages: int
     num_microbatches: int
@@ -26,10 +26,11 @@ class Numbering(NamedTuple):
         return 3 * self.num_stages * self.num_microbatches
 
     def row(self, kind: Kind, stage: int) -> int:
-        """The task of micro-batch 0; the others follow it."""
+        """Return the task of micro-batch 0; the tasks of the other micro-batches follow it."""
         return (PHASE[kind] * self.num_stages + stage) * self.num_microbatches
 
     def lane(self, actions: Iterable[Action]) -> list[int]:
+        """Return the tasks of a rank's actions."""
         size, rows = self.num_microbatches, {kind: PHASE[kind] * self.num_stages for kind in PHASE}
         return [
             (rows[kind] + stage) * size + microbatch for stage, kind, microbatch, _, _ in actions
@@ -39,27 +40,30 @@ class Numbering(NamedTuple):
 PHASE = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 
 
-class Waits(NamedTuple):
-    """What tasks wait for, told once for each row of `size` tasks that are alike.
+class Dependencies(NamedTuple):
+    """The dependencies between tasks, stored once for each row of `size` similar tasks.
 
-    A task waits for the tasks at some distances from it, and for a delay after each has ended. Told
-    for every task by itself, this would be most of the memory of a large schedule.
+    A task depends on the tasks at given distances from it, and starts no earlier than a delay after
+    each of them has ended. Stored for every single task, dependencies would take most of the memory
+    of a large schedule.
     """
 
     size: int
     rows: list[tuple[tuple[int, float], ...]]  # (distance, delay)
 
     def of(self, task: int) -> list[tuple[int, float]]:
-        """The tasks that must end before this one can start, each with its delay."""
+        """Return the tasks that must end before this one can start, each with its delay."""
         return [(task + distance, time) for distance, time in self.rows[task // self.size]]
 
 
-def waits_of(
-    numbering: Numbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
-) -> Waits:
-    """F waits for the values it reads, I for the gradients of what it wrote, W for its own I.
+def dependencies_of(
+    numbering: TaskNumbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
+) -> Dependencies:
+    """Return the dependencies between compute actions.
 
-    An I whose stage has readers need not wait for its own F: the readers' F did.
+    An F depends on the values that it reads, an I on the gradients of the values that its stage
+    wrote, and a W on its own I. An I need not depend on its own F if other stages read its values:
+    their F already do.
     """
     row = numbering.row
     values: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
@@ -71,15 +75,15 @@ def waits_of(
         gradients[writer].append((down, delay(reader, writer)))
     own = (row(Kind.F, 0) - row(Kind.I, 0), 0.0)  # from any I to its F, from any W to its I
     rows = [*values, *(found or [own] for found in gradients), *([own] for _ in values)]
-    return Waits(numbering.num_microbatches, [tuple(waits) for waits in rows])
+    return Dependencies(numbering.num_microbatches, [tuple(waits) for waits in rows])
 
 
-class Run(NamedTuple):
-    """When each task started and ended (`NEVER` if it did not), and how far each lane came."""
+class LaneTimes(NamedTuple):
+    """The start and end of each task (`NEVER` if it did not run), and each lane's progress."""
 
     starts: list[float]
     ends: list[float]
-    progress: list[int]
+    progress: list[int]  # number of tasks that ran
 
     def is_complete(self, lanes: Sequence[Sequence[int]]) -> bool:
         return all(done == len(lane) for done, lane in zip(self.progress, lanes, strict=True))
@@ -88,19 +92,21 @@ class Run(NamedTuple):
 def run_lanes(
     lanes: Sequence[Sequence[int]],
     durations: Sequence[float],
-    waits: Waits,
-    begun: Run | None = None,
-) -> Run:
-    """Run every lane in its own order, each task as early as its waits allow.
+    dependencies: Dependencies,
+    resume_from: LaneTimes | None = None,
+) -> LaneTimes:
+    """Run every lane in its own order, each task as early as its dependencies allow.
 
-    A lane that meets an unfinished task is parked there and woken when that task ends: every task
-    is looked at once per wait, so the time is linear. What is parked at the end waits for ever. A
-    run that has `begun` is carried on, in the lists that it holds.
+    A lane whose next task has an unfinished dependency is parked, and woken when that task ends.
+    Each dependency is examined once, so the time is linear. Lanes that are still parked at the end
+    are deadlocked. `resume_from` is a partial run to be continued; its lists are modified.
     """
-    if begun is None:
-        begun = Run([NEVER] * len(durations), [NEVER] * len(durations), [0] * len(lanes))
-    starts, ends, progress = begun
-    size, rows = waits
+    if resume_from is None:
+        resume_from = LaneTimes(
+            [NEVER] * len(durations), [NEVER] * len(durations), [0] * len(lanes)
+        )
+    starts, ends, progress = resume_from
+    size, rows = dependencies
     parked: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))[::-1]
     while awake:
@@ -126,4 +132,4 @@ def run_lanes(
                 continue
             break
         progress[lane] = position
-    return begun
+    return resume_from

@@ -1,4 +1,4 @@
-"""Time cut into cells of equal length, for pictures made of characters."""
+"""Divide time into cells of equal length, for pictures made of characters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action
 
-Cell = dict[Action | None, float]  # what ran in a cell, and the share that it took; None is idle
+CellShares = dict[Action | None, float]  # the share of a cell that each action takes; None: idle
 
-MAX_CELLS_OF_MEDIAN = 4  # a grid in which most actions take more repeats itself
-MAX_CELLS = 2000  # of the longest row
+MAX_CELLS_OF_MEDIAN = 4  # cells of the median action; more would only repeat it
+MAX_CELLS = 2000  # in the longest row
 
 
 def exact_quantum(timeline: Timeline) -> float | None:
-    """The longest time that divides every start and end, unless it is too short to draw."""
+    """Return the longest time that divides every start and end; None if it is too short."""
     durations = _durations(timeline)
     if not durations:
         return None
@@ -33,7 +33,7 @@ def exact_quantum(timeline: Timeline) -> float | None:
 
 
 def rough_quantum(timeline: Timeline) -> float:
-    """The shortest action, unless it is so short that it would stretch the picture."""
+    """Return the duration of the shortest action, unless the picture would be too wide."""
     durations = _durations(timeline)
     if not durations:
         return 1.0
@@ -42,18 +42,19 @@ def rough_quantum(timeline: Timeline) -> float:
 
 
 def hides_actions(timeline: Timeline, quantum: float) -> bool:
-    """Whether some action is shorter than a cell."""
+    """Return whether an action is shorter than a cell."""
     durations = _durations(timeline)
     return bool(durations) and durations[0] < quantum * (1 - 1e-6)
 
 
 def num_cells(timeline: Timeline, quantum: float) -> int:
+    """Return the number of cells up to the makespan."""
     return math.ceil(timeline.makespan / quantum - 1e-6)
 
 
-def cells(row: Sequence[Span], quantum: float, count: int) -> list[Cell]:
-    """What runs in each of the first `count` cells of a row."""
-    result: list[Cell] = [{None: 1.0} for _ in range(count)]
+def cells(row: Sequence[Span], quantum: float, count: int) -> list[CellShares]:
+    """Return what runs in each of the first `count` cells of a row."""
+    result: list[CellShares] = [{None: 1.0} for _ in range(count)]
     for action, start, end in row:
         for i in range(int(start / quantum), min(math.ceil(end / quantum), count)):
             share = min(end / quantum, i + 1) - max(start / quantum, i)
@@ -62,39 +63,38 @@ def cells(row: Sequence[Span], quantum: float, count: int) -> list[Cell]:
     return result
 
 
-def main_actions(row: Iterable[Cell]) -> Iterator[Action | None]:
-    """What takes most of each cell; an action before idleness, when both take half."""
+def main_actions(row: Iterable[CellShares]) -> Iterator[Action | None]:
+    """Yield what takes most of each cell; an action, if it and idle time take half each."""
     for cell in row:
         yield max(cell, key=lambda action: (round(cell[action], 9), action is not None))
 
 
-def dithered(row: Iterable[Cell]) -> Iterator[Action | None]:
-    """One of the actions in or before each cell, so that all of them appear as often as they ran.
+def dithered(row: Iterable[CellShares]) -> Iterator[Action | None]:
+    """Yield an action for each cell such that each kind is shown in proportion to its time.
 
-    What took most of a cell would do for small pictures; but where a cell is a whole forward and
-    backward, it would show backwards only.
+    `main_actions` would show only backwards if a cell is as long as a forward and a backward.
     """
-    owed: dict[Action | None, float] = defaultdict(float)
+    unshown: dict[Action | None, float] = defaultdict(float)
     for cell in row:
         for action, share in cell.items():
-            owed[action and _kind_of(action)] += share
-        shown = max(owed, key=lambda action: (round(owed[action], 9), action is not None))
-        owed[shown] -= 1.0
+            unshown[action and _without_microbatch(action)] += share
+        shown = max(unshown, key=lambda action: (round(unshown[action], 9), action is not None))
+        unshown[shown] -= 1.0
         yield shown
 
 
-def _kind_of(action: Action) -> Action:
-    """An action for all that look alike in a letter."""
+def _without_microbatch(action: Action) -> Action:
+    """Return an action without micro-batch and version, which a letter does not show."""
     return action._replace(microbatch=WHOLE_BATCH, version=NO_VERSION)
 
 
 def _most_cells(timeline: Timeline) -> int:
-    """Of the longest row; all rows together have to be drawn in a few seconds."""
+    """Return the limit for one row, such that all rows are drawn in a few seconds."""
     return min(MAX_CELLS, max(1, MOST_CELLS // max(timeline.num_ranks, 1)))
 
 
 def _durations(timeline: Timeline) -> list[float]:
-    """Of all actions that take time, from the shortest to the longest."""
+    """Return the durations of all actions that take time, sorted."""
     return sorted(end - start for row in timeline.spans for _, start, end in row if end > start)
 
 
@@ -103,7 +103,7 @@ def _median(durations: list[float]) -> float:
 
 
 def _common_divisor(a: float, b: float, tolerance: float) -> float:
-    """Euclid's, for numbers with rounding errors."""
+    """Return the greatest common divisor of numbers with rounding errors (Euclid)."""
     while b > tolerance:
         a, b = b, abs(math.remainder(a, b))
     return a

@@ -1,8 +1,8 @@
-"""Make an order by walking through time: whenever a rank is free, it picks what to do next.
+"""Build an order by list scheduling: whenever a rank is free, it chooses its next task.
 
-First comes an F or an I, as a chooser says. If there is none to run now, the rank does a W, unless
-something is known to arrive before that W would end; then it depends on the rank's eagerness. At 0
-no W ever stands in the way of what arrives, at 1 the rank never waits while it has a W to do.
+A priority rule chooses an F or I. If none can run now, the rank runs a W, unless it is known that
+an F or I will arrive before that W would end; then it depends on the rank's eagerness. At 0 a W
+never delays what arrives, at 1 the rank never waits while it has a W to run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from heapq import heappop, heappush
 from math import inf
 
 from stageline.schedules.action import Kind
-from stageline.schedules.bounds import ROUNDING
-from stageline.schedules.search.problem import Lanes, Problem
+from stageline.schedules.lower_bounds import ROUNDING
+from stageline.schedules.search.problem import Lanes, SearchProblem
 
 NOTHING = -1
-HELD = -2  # an F is there, but makes way for what arrives
-# For a rank that is free now: the F or I that it runs, or NOTHING or HELD and the next arrival.
-Chooser = Callable[["Walk", int, float], tuple[int, float]]
+YIELDING = -2  # an F is ready, but gives way to what arrives
+# Returns the F or I that a free rank runs now, or NOTHING or YIELDING and the next arrival.
+PriorityRule = Callable[["PartialOrder", int, float], tuple[int, float]]
 
 
-class Walk:
-    """How far the walk has come: what each rank did and holds, what arrived, and what is next."""
+class PartialOrder:
+    """The state of list scheduling: the tasks done, memory held, arrivals and next tasks."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self.num_forwards = num_forwards = problem.num_stages * problem.num_microbatches
         first_stage = [0.0] * problem.num_microbatches
@@ -44,9 +44,9 @@ class Walk:
         weights, done = self.weights[rank], self.num_weights[rank]
         return weights[done] if done < len(weights) else NOTHING
 
-    def do(self, rank: int, task: int) -> None:
+    def run(self, rank: int, task: int) -> None:
         self.lanes[rank].append(task)
-        self.held[rank] += self.problem.takes[task]
+        self.held[rank] += self.problem.memory_changes[task]
         if task < self.num_forwards:
             self.next_forward[self.problem.stage_of(task)] += 1
         elif task < 2 * self.num_forwards:
@@ -56,30 +56,33 @@ class Walk:
             self.num_weights[rank] += 1
 
 
-def walk(problem: Problem, choose: Chooser, eagerness: Sequence[float]) -> Lanes | None:
-    """The order of every rank, or None if the choices lead nowhere."""
-    state, durations, hops, homes = Walk(problem), problem.durations, problem.hops, problem.homes
+def list_schedule(
+    problem: SearchProblem, rule: PriorityRule, eagerness: Sequence[float]
+) -> Lanes | None:
+    """Return the order of every rank, or None if the choices of the rule end in a deadlock."""
+    state, durations = PartialOrder(problem), problem.durations
+    successors, rank_of_task = problem.successors, problem.rank_of_task
     free = [0.0] * problem.num_ranks
     events = [(0.0, rank) for rank in range(problem.num_ranks)]
     while events:
         now, rank = heappop(events)
         if now < free[rank]:
             continue
-        task, arrival = choose(state, rank, now)
+        task, arrival = rule(state, rank, now)
         if task < 0:
-            share = 1.0 if task == HELD else 1 - eagerness[rank]
+            share = 1.0 if task == YIELDING else 1 - eagerness[rank]
             task = state.next_weight(rank)
             if task == NOTHING or arrival - now < share * durations[task]:
                 if arrival < inf:
                     heappush(events, (arrival, rank))
                 continue
-        state.do(rank, task)
+        state.run(rank, task)
         end = free[rank] = now + durations[task]
         heappush(events, (end, rank))
-        follower, delay = hops[task]
+        follower, delay = successors[task]
         if follower != NOTHING:
             state.arrivals[follower] = end + delay
-            home = homes[follower]
-            heappush(events, (max(end + delay, free[home]), home))
+            target = rank_of_task[follower]
+            heappush(events, (max(end + delay, free[target]), target))
     complete = sum(map(len, state.lanes)) == problem.num_tasks
     return state.lanes if complete else None

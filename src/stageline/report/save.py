@@ -1,4 +1,4 @@
-"""A picture of a timeline in a file: its suffix says which."""
+"""Write a picture of a timeline to a file, in the format of its suffix."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ WRITERS = {".svg": svg, ".html": page, ".json": trace}
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
+    """Write a picture of a timeline."""
     check_most(
         "the number of actions",
         sum(map(len, timeline.spans)),
@@ -33,7 +34,7 @@ def save(timeline: Timeline, path: str | Path) -> None:
 def write(
     path: str | os.PathLike[str], what: str, writers: Mapping[str, Callable[[], str]]
 ) -> None:
-    """What the writer of the path's suffix gives."""
+    """Write the text of the writer for the path's suffix; raise `ReportError` if there is none."""
     path = checked_path(path, ReportError)
     if path.suffix.lower() not in writers:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"

@@ -1,4 +1,4 @@
-"""The order of actions as text, a row per rank, with some cells marked: for errors and tests."""
+"""Format rows of actions as text, with some cells marked, as errors show them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Collection, Sequence
 
 from stageline.schedules.action import Action
 
-Cell = tuple[int, int]  # rank, position in its row
+Cell = tuple[int, int]  # a rank, and a position in its row
 
-COLUMNS_AROUND = 5  # on each side of the first marked cell: eleven columns fit a terminal
+COLUMNS_AROUND = 5  # on each side of the first marked cell; eleven columns fit in a terminal
 RANKS_AROUND = 2
 
 
 def grid(rows: Sequence[Sequence[Action]]) -> str:
-    """Every action of every rank, apart by blanks."""
+    """Return one line per rank, with its actions separated by spaces."""
     return "\n".join(" ".join(str(action) for action in row) for row in rows)
 
 
 def marked_grid(rows: Sequence[Sequence[Action]], cells: Collection[Cell]) -> str:
-    """The neighbourhood of the marked cells, each of them in angle brackets.
+    """Return the rows around the marked cells, each of which is in angle brackets.
 
     >>> from stageline.schedules.schedule import Schedule
     >>> print(marked_grid(Schedule.from_text("0F0 0B0", "1F0 1B0 1B0").actions, [(1, 2)]))
