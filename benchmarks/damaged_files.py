@@ -501,9 +501,9 @@ def judge(tried: Try, folder: Path) -> Outcome:
 def work(pipe: Connection, seed: int) -> None:
     """In a process of its own: judge the numbers that come, until None does."""
     examples = {name: list(kind.examples()) for name, kind in KINDS.items()}
-    from stageline import cli, launch, verification  # noqa: F401, PLC0415  before memory counts
+    from stageline.cli import app, launch  # noqa: F401, PLC0415  before memory counts
 
-    vars(cli)["app"] = get_command(cli.app)  # which typer would otherwise make anew for each try
+    vars(app)["app"] = get_command(app.app)  # which typer would otherwise make anew for each try
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with open("/proc/self/statm") as status:  # noqa: PTH123
         size = int(status.read().split()[0]) * resource.getpagesize()

@@ -26,8 +26,8 @@ from rich.progress import track
 from rich.table import Table
 
 import stageline as sl
+from stageline.model.workload import Workload
 from stageline.report.timeline import Timeline
-from stageline.verification import Case
 from stageline.zoo.for_planning import CASES, profiled
 
 RANKS = 2
@@ -63,7 +63,7 @@ class Row(NamedTuple):
         return [100 * (expected / found - 1) for expected, found in pairs]
 
 
-def measured(case: Case, plan: sl.Plan, steps: int) -> list[Timeline]:
+def measured(case: Workload, plan: sl.Plan, steps: int) -> list[Timeline]:
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
     timelines = []
     for _ in range(steps + 2):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
-from stageline import cli
+from stageline.cli.options import ScheduleRequest, read_costs
 from stageline.errors import CostsError, PlanError, ScheduleError
 from stageline.files import read_bytes, read_json, read_text, write_text
 from stageline.planning.partition.pipedream_graph import parse_graph, read_graph
@@ -24,7 +24,7 @@ from stageline.schedules import csv
 
 READERS: dict[str, Callable[[Any], object]] = {
     "schedule": sl.Schedule.from_csv,
-    "costs": lambda path: cli._file_costs(Path(path)),
+    "costs": lambda path: read_costs(Path(path)),
     "profile": sl.Profile.load,
     "cluster": sl.Cluster.load,
     "plan": sl.Plan.load,
@@ -287,7 +287,7 @@ def test_any_value_in_a_file_of_costs_is_used_or_refused(
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(value))
-    request = cli.Request(2, 2)
+    request = ScheduleRequest(2, 2)
     with suppress(sl.StagelineError):
-        timeline = replace(request, given=cli._file_costs(path)).run("1f1b")[1]
+        timeline = replace(request, costs=read_costs(path)).run("1f1b")[1]
         assert str(timeline)

@@ -15,10 +15,10 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *("errors", "arguments", "units", "limits", "files", "reference", "costs", "schedules"),
+    *("errors", "arguments", "units", "limits", "files", "costs", "schedules"),
     *("report", "simulation"),
     *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
-    *("verification", "launch", "zoo", "demo", "cli", "__main__"),
+    *("zoo", "cli", "__main__"),
 ]
 TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline import cli
 from stageline.arguments import check_arguments, shown
-from stageline.launch import launch
+from stageline.cli.app import BAD_INPUT, main
+from stageline.cli.launch import launch
 from stageline.planning.partition.pipedream import partition
 from stageline.planning.partition.pipedream_graph import parse_graph
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
@@ -255,15 +255,15 @@ def test_a_value_in_an_error_is_short() -> None:
         ["draw", "1f1b", "-p", "100000000000"],
         ["draw", "zbv", "-m", "100000000000000"],
         ["simulate", "interleaved_1f1b", "-v", "100000000000"],
-        ["simulate", "pipedream", "--minibatches", "1000000000000"],
+        ["simulate", "pipedream", "--num-minibatches", "1000000000000"],
         ["simulate", "hanayo", "-v", "9" * 4000],
         ["draw", "zb_1p", "-p", "9" * 4000],
         ["draw", "1f1b", "--forward", "1e308"],
         ["draw", "1f1b", "--transfer", "9" * 5000],
         ["draw", "zb_2p", "--memory-limit", "9" * 5000],
-        ["run", "--ranks", "100000000000", __file__],
+        ["run", "--num-processes", "100000000000", __file__],
         ["run", "--max-restarts", "-1", __file__],
-        ["plan", "x.json", "--devices", "1000000000", "--memory", "1GiB", "--batch", "4"],
+        ["plan", "x.json", "--num-devices", "1000000000", "--memory", "1GiB", "--batch-size", "4"],
     ],
     ids=lambda words: " ".join(words)[:60],
 )
@@ -273,9 +273,9 @@ def test_the_command_line_has_the_same_limits(
     monkeypatch.setattr("sys.argv", ["stageline", *words])
     start = time.process_time()
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main()
     assert time.process_time() - start < 1.5  # with an import, and typer's own work
-    assert stop.value.code == cli.BAD_INPUT
+    assert stop.value.code == BAD_INPUT
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert len(message.splitlines()) == 1

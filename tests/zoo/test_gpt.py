@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.zoo.gpt import continued, gpt, loss
+from stageline.zoo.gpt import generate, gpt, loss
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_what_follows_is_drawn_by_the_seed_and_is_endless(layers: LayerSequence)
     prompt = torch.tensor([3])
 
     def drawn(seed: int) -> list[int]:
-        tokens = continued(layers, prompt, context=8, temperature=1.0, seed=seed)
+        tokens = generate(layers, prompt, context=8, temperature=1.0, seed=seed)
         return list(islice(tokens, 20))
 
     assert drawn(0) == drawn(0) != drawn(1)
@@ -83,4 +83,4 @@ def test_what_follows_is_drawn_by_the_seed_and_is_endless(layers: LayerSequence)
 def test_at_a_low_temperature_the_likeliest_follows(layers: LayerSequence) -> None:
     prompt = torch.tensor([3, 1, 4])
     likeliest = int(logits(layers, prompt[None])[0, -1].argmax())
-    assert next(continued(layers, prompt, context=8, temperature=1e-3)) == likeliest
+    assert next(generate(layers, prompt, context=8, temperature=1e-3)) == likeliest

@@ -129,7 +129,7 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def continued(
+def generate(
     layers: LayerSequence, tokens: Tensor, *, context: int, temperature: float, seed: int = 0
 ) -> Iterator[int]:
     """Tokens that may follow, one by one without end; layers should be in evaluation."""
