@@ -1,6 +1,6 @@
 """What each rank of a plan holds at most, as the operating system sees it: for prediction.py.
 
-    stageline run --ranks 2 benchmarks/peaks.py MODEL PLAN.json
+    stageline run --num-processes 2 benchmarks/peaks.py MODEL PLAN.json
 
 Each rank is a process that makes only its own layers. It trains once before, so that what libraries
 keep for themselves is there already; prediction.py starts it such that freed memory goes back.

@@ -79,7 +79,7 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
         path = Path(folder) / "plan.json"
         plan.save(path)
         worker = Path(__file__).with_name("peaks.py")
-        command = [sys.executable, "-m", "stageline", "run", "--ranks", str(RANKS)]
+        command = [sys.executable, "-m", "stageline", "run", "--num-processes", str(RANKS)]
         ended = subprocess.run(
             [*command, str(worker), model, str(path)],
             env=os.environ | FREED_AT_ONCE,
