@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stageline as sl
-from stageline.zoo.for_planning import CASES
+from stageline.zoo.workloads import WORKLOADS
 
 
 def status(key: str) -> int:
@@ -35,14 +35,14 @@ def fill(layer: sl.Layer) -> None:
 
 
 def peak(name: str, plan: sl.Plan, steps: int = 3) -> int:
-    sample = CASES[name]()
+    sample = WORKLOADS[name]()
     inputs, target = sample.inputs.clone(), sample.target.clone()
     del sample
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is now
     with torch.device("meta"):
-        case = CASES[name]()
+        case = WORKLOADS[name]()
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init=fill)
     for _ in range(steps):
         pipe.step(inputs, target)

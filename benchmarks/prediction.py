@@ -28,7 +28,7 @@ from rich.table import Table
 import stageline as sl
 from stageline.model.workload import Workload
 from stageline.report.timeline import Timeline
-from stageline.zoo.for_planning import CASES, profiled
+from stageline.zoo.workloads import WORKLOADS, profile_workload
 
 RANKS = 2
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
@@ -94,10 +94,10 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
 def rows(steps: int) -> list[Row]:
     found = []
     cluster = sl.Cluster(num_devices=RANKS, memory="8GiB")
-    for name in track(CASES, "predicting and measuring"):
-        case = CASES[name]()
+    for name in track(WORKLOADS, "predicting and measuring"):
+        case = WORKLOADS[name]()
         size = len(case.inputs)
-        profile = profiled(case, RANKS)
+        profile = profile_workload(case, RANKS)
         given: dict[str, Any] = {"batch_size": size, "num_ranks": RANKS, "optimizer": "sgd"}
         for schedule in SCHEDULES:
             plan = sl.plan(profile, cluster, **given, schedules=[schedule])

@@ -46,7 +46,7 @@ def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
             "x.png cannot be saved: use .svg, .html, .json or .csv",
         ),
         (["simulate", "1f1b", "gpipe", "--save", "x.svg"], "--save was given with 2 schedules"),
-        (["draw", "zb_1p", "--memory-limit", "tiny"], "'tiny' is no size in bytes"),
+        (["draw", "zb_1p", "--memory-limit", "tiny"], "'tiny' is not a size in bytes"),
         (["draw", "zb_1p", "--memory-limit", "22GiB"], "an activation takes 1 bytes: give costs"),
         (["draw", "zb_1p", "--time-budget", "0"], "time_budget is 0.0, but has to be a number of"),
         (["draw", "1f1b", "--save", "nowhere/x.svg"], "use a file in a folder that exists"),

@@ -44,7 +44,7 @@ def test_a_python_without_source_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(BatchError, match="holds no source"):
+    with pytest.raises(BatchError, match="holds no source files"):
         standard_library()
 
 

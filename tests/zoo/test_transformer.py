@@ -6,7 +6,7 @@ from torch import Tensor
 
 import stageline as sl
 from stageline.zoo.gpt import loss
-from stageline.zoo.transformer import transformer, waves
+from stageline.zoo.transformer import sinusoids, transformer
 
 
 def tiny(num_layers: int = 4) -> sl.LayerSequence:
@@ -55,7 +55,7 @@ def test_no_position_sees_those_after_it() -> None:
 
 
 def test_positions_differ_and_are_waves_of_lengths_up_to_ten_thousand() -> None:
-    found = waves(1024, 8, torch.device("cpu"))
+    found = sinusoids(1024, 8, torch.device("cpu"))
     assert found.shape == (1024, 8)
     assert len({tuple(row) for row in found.tolist()}) == 1024
     torch.testing.assert_close(found[:, 0], torch.arange(1024).float().sin())

@@ -1,4 +1,4 @@
-"""The models that predictions and choices are tried on, small enough for two cores."""
+"""Workloads on which predictions and plans are tested, small enough for two cores."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ BATCH = 32
 
 
 def transformer() -> Workload:
+    """Return a GPT whose blocks take most of the time."""
     torch.manual_seed(0)
     model = gpt(vocabulary=97, width=256, heads=4, blocks=6, context=64, dropout=0.0)
     tokens = torch.randint(0, 97, (BATCH, 64))
@@ -21,7 +22,7 @@ def transformer() -> Workload:
 
 
 def embedding_heavy() -> Workload:
-    """Badly unbalanced: a large embedding, and most of the time in the head."""
+    """Return an imbalanced GPT: a large embedding, and most of the time in the head."""
     torch.manual_seed(0)
     model = gpt(vocabulary=4000, width=192, heads=4, blocks=6, context=64, dropout=0.0)
     tokens = torch.randint(0, 4000, (BATCH, 64))
@@ -29,6 +30,7 @@ def embedding_heavy() -> Workload:
 
 
 def perceptron() -> Workload:
+    """Return eight equal linear layers and a small one."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*blocks, nn.Linear(1024, 10))
@@ -36,17 +38,17 @@ def perceptron() -> Workload:
     return Workload(model, nn.functional.cross_entropy, x, y)
 
 
-def profiled(case: Workload, ranks: int) -> Profile:
-    """For micro-batches of a sixteenth to a half of the batch, with as many ranks at work."""
-    size = len(case.inputs)
+def profile_workload(workload: Workload, ranks: int) -> Profile:
+    """Measure micro-batches of a sixteenth to a half of the batch, with this many ranks at once."""
+    size = len(workload.inputs)
     return profile(
-        case.model,
-        case.inputs,
-        loss_fn=case.loss_fn,
-        target=case.target,
+        workload.model,
+        workload.inputs,
+        loss_fn=workload.loss_fn,
+        target=workload.target,
         sizes=[size // share for share in (16, 8, 4, 2)],
         ranks=ranks,
     )
 
 
-CASES = {"gpt": transformer, "gpt, large head": embedding_heavy, "perceptron": perceptron}
+WORKLOADS = {"gpt": transformer, "gpt, large head": embedding_heavy, "perceptron": perceptron}
