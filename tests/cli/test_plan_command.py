@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,8 @@ def build():
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "planned_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("planned_model", None)
+def folder(user_module: Callable[[str, str], Path]) -> Path:
+    return user_module("planned_model", MODEL)
 
 
 def test_plan_reads_a_profile_and_a_cluster_from_files() -> None:

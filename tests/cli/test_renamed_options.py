@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.cli.invoke import invoke
 
-from stageline.cli.app import app
 from stageline.cli.deprecated import RENAMED, current_command
 
 SCRIPT = "import sys; print(sys.argv[1:])"
@@ -88,21 +87,31 @@ def test_under_torchrun_one_process_warns(
     assert invoke(capsys, "draw", "1f1b", "--ranks", "2")[2] == ""
 
 
-def test_options_after_the_script_are_for_the_script(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    options = ["--num-processes", "3", "-p", "4", "--ranks", "5", "--help", "x", "--max-restarts"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "stageline", "run", "-n", "1", str(script), *options],
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stageline", "run", *arguments],
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
+
+
+def test_options_after_the_script_are_for_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--num-processes", "3", "-p", "4", "--ranks", "5", "--help", "x", "--max-restarts"]
+    ended = run("-n", "1", str(script), *options)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == f"{options}\n"
 
 
-def test_every_new_name_is_an_option() -> None:
-    names = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names >= RENAMED.keys()
+def test_run_takes_both_old_names_of_num_processes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ended = run("--ranks", "2", "-p", "1", str(script))
+    assert (ended.returncode, ended.stdout) == (0, "[]\n")
+    assert ended.stderr.splitlines() == [
+        "warning: --ranks is deprecated: write --num-processes",
+        "warning: -p is deprecated: write --num-processes",
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,8 @@ def two_values():
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "users_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("users_model", None)
+def folder(user_module: Callable[[str, str], Path]) -> Path:
+    return user_module("users_model", MODEL)
 
 
 def test_verify_compares_every_synchronous_schedule() -> None:

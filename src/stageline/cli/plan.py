@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from stageline import Cluster, Plan, Profile
 
 
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(help="Cluster as a JSON file, instead of --num-devices and --memory."),
+]
+Optimizer = Annotated[str, typer.Option(help="sgd, momentum, adagrad, adam or adamw.")]
+Schedules = Annotated[
+    list[str] | None, typer.Option("--schedule", help="Schedule to consider; repeatable.")
+]
+
+
 def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="MODULE:FUNCTION, or a profile as a JSON file.")
@@ -24,17 +34,9 @@ def plan(
     batch_size: Annotated[int, typer.Option(help="Samples per step, over all replicas.")],
     num_devices: Annotated[int | None, typer.Option(help="Number of identical devices.")] = None,
     memory: DeviceMemory = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="Cluster as a JSON file, instead of --num-devices and --memory."),
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adagrad, adam or adamw.")] = (
-        "adamw"
-    ),
-    schedules: Annotated[
-        list[str] | None,
-        typer.Option("--schedule", help="Schedule to consider; repeatable."),
-    ] = None,
+    cluster: ClusterFile = None,
+    optimizer: Optimizer = "adamw",
+    schedules: Schedules = None,
     jobs: Jobs = 1,
     save: SaveFile = Path("plan.json"),
 ) -> None:
