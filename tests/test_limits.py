@@ -33,7 +33,7 @@ GRAPH = parse_graph(
 HUGE = (10**11, 10**14, 10**400, 10**5000)
 
 
-def fails_within_a_second(call: Callable[[], object], *words: str) -> None:
+def refused_in_a_second(call: Callable[[], object], *words: str) -> None:
     start = time.process_time()
     with pytest.raises(sl.StagelineError) as caught:
         call()
@@ -51,14 +51,14 @@ def test_a_schedule_that_does_not_fit_in_memory_is_an_error(name: str) -> None:
         return lambda: sl.build_schedule(name, **usual | sizes)
 
     for size in HUGE:
-        fails_within_a_second(build(num_ranks=size), "but")
-        fails_within_a_second(build(num_microbatches=size), "use")
-        fails_within_a_second(build(num_minibatches=size), "use")
-        fails_within_a_second(build(num_ranks=size, num_microbatches=size))
-        fails_within_a_second(build(chunks_per_rank=size))
-        fails_within_a_second(build(group_size=size))
-        fails_within_a_second(build(replicas=[size, 1]))
-    fails_within_a_second(build(num_ranks=4_000, num_microbatches=20_000), "5,000,000 at most")
+        refused_in_a_second(build(num_ranks=size), "but")
+        refused_in_a_second(build(num_microbatches=size), "use")
+        refused_in_a_second(build(num_minibatches=size), "use")
+        refused_in_a_second(build(num_ranks=size, num_microbatches=size))
+        refused_in_a_second(build(chunks_per_rank=size))
+        refused_in_a_second(build(group_size=size))
+        refused_in_a_second(build(replicas=[size, 1]))
+    refused_in_a_second(build(num_ranks=4_000, num_microbatches=20_000), "5,000,000 at most")
 
 
 def test_the_error_says_what_was_given_what_the_limit_is_and_what_to_do() -> None:
@@ -110,14 +110,14 @@ def test_searches_clusters_and_plans_have_limits(size: int, tmp_path: Path) -> N
         lambda: launch(script, [], size),
         lambda: launch(script, [], 2, max_restarts=size),
     ):
-        fails_within_a_second(call)
+        refused_in_a_second(call)
 
 
 def test_a_pipeline_of_impossible_sizes_is_an_error() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for sizes in ({"num_ranks": 10**11}, {"num_microbatches": 10**14}):
         given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 2} | sizes
-        fails_within_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **given))
+        refused_in_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **given))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_amounts_whose_sums_would_overflow_are_an_error(value: float) -> None:
         lambda: sl.Level("machine", 2, bandwidth=value),
         lambda: LayerCost(value, 1.0, 1.0, 1, 1, 1, 0),
     ):
-        fails_within_a_second(call)
+        refused_in_a_second(call)
 
 
 def test_the_largest_amounts_are_simulated_drawn_and_planned() -> None:
@@ -192,7 +192,7 @@ def test_a_value_of_a_wrong_type_is_an_error_where_it_is_passed(value: Any) -> N
     if value not in (None, [], {}):
         calls.append(lambda: sl.lower(SCHEDULE, value))
     for call in calls:
-        fails_within_a_second(call)
+        refused_in_a_second(call)
 
 
 def test_invalid_actions_are_an_error() -> None:
@@ -209,11 +209,11 @@ def test_invalid_actions_are_an_error() -> None:
             forward._replace(peer=wrong),
             forward._replace(version=wrong),
         ):
-            fails_within_a_second(partial(check, [[action, backward]]), "whole numbers")
+            refused_in_a_second(partial(check, [[action, backward]]), "whole numbers")
     for wrong in ([["0F0"]], [[None]], [None], ["0F0"], [forward], [[(0, "F", 0)]]):
-        fails_within_a_second(partial(check, wrong), "actions has")
+        refused_in_a_second(partial(check, wrong), "actions has")
     for wrong in ((0, 5), (0, -1), (0, True), ("0", "1"), (0.0, 1.0)):
-        fails_within_a_second(partial(check, SCHEDULE.actions, wrong))
+        refused_in_a_second(partial(check, SCHEDULE.actions, wrong))
 
 
 def test_costs_without_numbers_are_an_error() -> None:
@@ -224,11 +224,11 @@ def test_costs_without_numbers_are_an_error() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("never")
 
-    fails_within_a_second(lambda: sl.Costs(forward=Odd()), "forward is a Odd")  # type: ignore[arg-type]
+    refused_in_a_second(lambda: sl.Costs(forward=Odd()), "forward is a Odd")  # type: ignore[arg-type]
     meta: Any = torch.ones(2, device="meta")
-    fails_within_a_second(lambda: sl.Costs(forward=meta), "which has no numbers")
-    fails_within_a_second(lambda: sl.Costs().per_stage("speed", 2), "'speed' is not known")
-    fails_within_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' is given")
+    refused_in_a_second(lambda: sl.Costs(forward=meta), "which has no numbers")
+    refused_in_a_second(lambda: sl.Costs().per_stage("speed", 2), "'speed' is not known")
+    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' is given")
 
 
 def test_arguments_are_checked_against_annotations() -> None:
