@@ -253,7 +253,7 @@ KINDS = {
         (
             use_profile,
             command(
-                *("plan", "FILE", "--devices", "2", "--memory", "1MiB", "--batch", "4"),
+                *("plan", "FILE", "--num-devices", "2", "--memory", "1MiB", "--batch-size", "4"),
                 *("--schedule", "1f1b", "--save", "/dev/null"),
             ),
         ),
@@ -265,15 +265,26 @@ KINDS = {
 # What stands on the command line itself, damaged word by word.
 COMMANDS = (
     ("draw", "1f1b", "-p", "4", "-m", "8", "--forward", "1,1.2,0.9,1", "--transfer", "0.1"),
-    ("draw", "interleaved_1f1b", "-p", "2", "-m", "4", "--chunks", "2", "--group-size", "2"),
+    (
+        "draw",
+        "interleaved_1f1b",
+        "-p",
+        "2",
+        "-m",
+        "4",
+        "--chunks-per-rank",
+        "2",
+        "--group-size",
+        "2",
+    ),
     ("draw", "zb_1p", "-p", "3", "-m", "3", "--memory-limit", "22", "--time-budget", "0.01"),
     ("draw", "zb_2p", "-p", "2", "-m", "3", "--memory-limit", "1GiB", "--activation", "1e6"),
-    ("simulate", "pipedream", "-p", "4", "-m", "3", "--replicas", "3,1", "--minibatches", "4"),
+    ("simulate", "pipedream", "-p", "4", "-m", "3", "--replicas", "3,1", "--num-minibatches", "4"),
     ("simulate", "gpipe", "zbv", "hanayo", "-p", "3", "-m", "4", "--retained", "0.5"),
-    ("run", "--ranks", "0", "--max-restarts", "1", "nowhere.py"),
-    ("verify", "nowhere:build", "1f1b", "--ranks", "2", "--microbatches", "4"),
-    ("profile", "nowhere:build", "--ranks", "1"),
-    ("plan", "nowhere:build", "--devices", "2", "--memory", "1GiB", "--batch", "4"),
+    ("run", "--num-processes", "0", "--max-restarts", "1", "nowhere.py"),
+    ("verify", "nowhere:build", "1f1b", "--num-ranks", "2", "--num-microbatches", "4"),
+    ("profile", "nowhere:build", "--jobs", "1"),
+    ("plan", "nowhere:build", "--num-devices", "2", "--memory", "1GiB", "--batch-size", "4"),
 )
 OPTIONS, SHARE_OF_OPTIONS = "options", 0.03
 
@@ -501,9 +512,9 @@ def judge(tried: Try, folder: Path) -> Outcome:
 def work(pipe: Connection, seed: int) -> None:
     """In a process of its own: judge the numbers that come, until None does."""
     examples = {name: list(kind.examples()) for name, kind in KINDS.items()}
-    from stageline import cli, launch, verification  # noqa: F401, PLC0415  before memory counts
+    from stageline.cli import app, launch  # noqa: F401, PLC0415  before memory counts
 
-    vars(cli)["app"] = get_command(cli.app)  # which typer would otherwise make anew for each try
+    vars(app)["app"] = get_command(app.app)  # which typer would otherwise make anew for each try
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with open("/proc/self/statm") as status:  # noqa: PTH123
         size = int(status.read().split()[0]) * resource.getpagesize()

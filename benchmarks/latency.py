@@ -1,6 +1,6 @@
 """A slow network: every message 20 ms late, on emulated accelerators in real processes.
 
-    stageline run --ranks 4 benchmarks/latency.py
+    stageline run --num-processes 4 benchmarks/latency.py
 
 Prints for several schedules what a step takes, and what the simulator says with that latency.
 """

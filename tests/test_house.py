@@ -15,20 +15,10 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 ROOMS = [
-    *(
-        "errors",
-        "arguments",
-        "units",
-        "limits",
-        "files",
-        "reference",
-        "costs",
-        "options",
-        "schedules",
-    ),
+    *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
     *("deprecated", "report", "simulation"),
     *("model", "runtime", "planning", "pipeline_setup", "pipeline", "checkpoint", "training"),
-    *("verification", "launch", "zoo", "demo", "cli", "__main__"),
+    *("zoo", "cli", "__main__"),
 ]
 TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),

@@ -108,7 +108,7 @@ def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
 
 @pytest.mark.slow
 def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
-    """`stageline run --ranks 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
+    """`stageline run -n 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
     for ended in launch("endurance", 3, "30", "80"):
         assert ended.code == 0, ended.output
         assert "no growth" in ended.output

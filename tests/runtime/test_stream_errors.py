@@ -479,7 +479,7 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             ModelError,
             (
                 "replicas is [2, 1], but a stage on several ranks needs a process for each: start "
-                "the script with stageline run --ranks 3"
+                "the script with stageline run --num-processes 3"
             ),
         ),
         (

@@ -151,7 +151,7 @@ def test_a_limit_in_bytes_leaves_room_for_what_is_not_activations() -> None:
     ("limit", "message"),
     [
         ("8.5GiB", "rank 0 needs 8GiB before its first activation and 1GiB for one micro-batch"),
-        ("a lot", "'a lot' is no size in bytes: write it like '22GiB'"),
+        ("a lot", "'a lot' is not a size in bytes: write it like '22GiB'"),
         (0.5, "memory_limit is 0.5 micro-batches, but a rank needs at least 1"),
         (22 * 1024**3, "write bytes as text, such as '22GiB'"),
     ],

@@ -136,8 +136,8 @@ def _check(memory: Size | None) -> None:
     if not dist.is_initialized():
         raise PlanError(
             "there is no process group, but links are between its processes: call "
-            "torch.distributed.init_process_group() under torchrun, or use `stageline profile "
-            "--links --ranks 2`"
+            "torch.distributed.init_process_group() under torchrun, or use `stageline links "
+            "--num-processes 2`"
         )
     if dist.get_world_size() < 2:
         raise PlanError("the process group has 1 process, but a link needs 2: start more")

@@ -104,7 +104,7 @@ def check_optimizers(
     if schedule.replicas and backend != "processes":
         raise ModelError(
             f"replicas is {list(schedule.replicas)}, but a stage on several ranks needs a process "
-            f"for each: start the script with stageline run --ranks {schedule.num_ranks}"
+            f"for each: start the script with stageline run --num-processes {schedule.num_ranks}"
         )
 
 

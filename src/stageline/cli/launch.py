@@ -1,4 +1,4 @@
-"""A script or module as several processes on this machine: torchrun, listening on loopback only."""
+"""Run a script or module as several processes on this machine: torchrun, on loopback only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
+import typer
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # it is in the docs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,59 +30,71 @@ from stageline.arguments import check_size
 from stageline.errors import ModelError, StageError
 from stageline.limits import MOST_PROCESSES, MOST_RESTARTS, check_most
 
-HERE, NAME = "127.0.0.1", "stageline"
+LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "stageline"  # the name under which torch finds `LoopbackRendezvous`
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # these end the command
+LEFT_TO_TORCH = "SIGQUIT"  # torch needs at least one signal to handle
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a command to end
-LEFT_TO_TORCH = "SIGQUIT"  # of which it has to have one
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asked this process to end, and all that it had started are ended."""
+class StoppedBySignal(KeyboardInterrupt):
+    """Raised when a signal has ended this command and all processes that it had started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: all ranks were stopped")
         self.number = number
 
 
-def launch(script: Path, arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> None:
+def launch(
+    script: Path, arguments: Sequence[str], num_processes: int, max_restarts: int = 0
+) -> None:
     """Run a script until all processes have ended; raise `StageError` if one of them failed."""
     if not script.is_file():
-        raise ModelError(f"{script} is not there, but has to be a Python script")
-    _launch(str(script), [str(script), *arguments], ranks, max_restarts)
+        raise ModelError(f"{script} does not exist, but has to be a Python script")
+    _launch(str(script), [str(script), *arguments], num_processes, max_restarts)
 
 
-def launch_module(module: str, arguments: Sequence[str], ranks: int) -> None:
-    """Run what `python -m` runs, in the same way."""
-    _launch(module, ["--module", module, *arguments], ranks)
+def launch_module(module: str, arguments: Sequence[str], num_processes: int) -> None:
+    """Run a module in the same way, as `python -m` does."""
+    _launch(module, ["--module", module, *arguments], num_processes)
 
 
-def _launch(name: str, command: Sequence[str], ranks: int, max_restarts: int = 0) -> None:
-    check_size("ranks", ranks)
-    check_most("ranks", ranks, MOST_PROCESSES, "use fewer, or several machines with torchrun")
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Print `StoppedBySignal` as one line and exit with the code that shells use for the signal."""
+    try:
+        yield
+    except StoppedBySignal as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(128 + stop.number) from None
+
+
+def _launch(name: str, command: Sequence[str], num_processes: int, max_restarts: int = 0) -> None:
+    check_size("num_processes", num_processes)
+    advice = "use fewer, or several machines with torchrun"
+    check_most("num_processes", num_processes, MOST_PROCESSES, advice)
     check_size("max_restarts", max_restarts, least=0)
     check_most("max_restarts", max_restarts, MOST_RESTARTS)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but with no warning
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without its warning
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    rendezvous_handler_registry.register(NAME, Loopback)
-    options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
-    options += [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HERE}:0", f"--local-addr={HERE}"]
-    options += [f"--signals-to-handle={LEFT_TO_TORCH}"]
+    rendezvous_handler_registry.register(RENDEZVOUS, LoopbackRendezvous)
+    options = [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
+    options += [f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-endpoint={LOOPBACK}:0"]
+    options += [f"--local-addr={LOOPBACK}", f"--signals-to-handle={LEFT_TO_TORCH}"]
     try:
         with TemporaryDirectory(prefix="stageline_") as logs, _stopped_by_signals(), _no_logs():
             run.main([*options, f"--log-dir={logs}", *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise StageError(
-            f"rank {rank} of {name} {_end(failure.exitcode)}, and the others were stopped: what it "
-            "said is above"
+            f"rank {rank} of {name} {_ending(failure.exitcode)}, and the others were stopped: see "
+            "its output above"
         ) from None
     except SignalException as error:
-        raise Stopped(error.sigval) from None
+        raise StoppedBySignal(error.sigval) from None
 
 
-def _end(code: int) -> str:
-    """Say how a process ended, by what `subprocess` calls its return code."""
+def _ending(code: int) -> str:
+    """Describe how a process ended, given its return code as `subprocess` defines it."""
     if code >= 0:
         return f"ended with exit code {code}"
     names = {number.value: number.name for number in signal.Signals}
@@ -90,11 +103,11 @@ def _end(code: int) -> str:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise `Stopped` for the first signal that asks to end, and ignore others from then on.
+    """Raise `StoppedBySignal` for the first signal in `SIGNALS`, and ignore later ones.
 
-    Torch ends the processes with SIGTERM as the exception passes, and after 30 s with SIGKILL; a
-    second exception would leave them behind. It would hand SIGINT on, and every rank would print a
-    traceback. Outside of the main thread signals are not ours to handle.
+    As the exception propagates, torch ends the processes with SIGTERM, and after 30 s with SIGKILL;
+    a second exception would leave them running. Torch's own handler would forward SIGINT, and every
+    rank would print a traceback. Only the main thread can handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,7 +116,7 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
+        raise StoppedBySignal(number)
 
     before = {each: signal.signal(each, stop) for each in SIGNALS}
     try:
@@ -115,7 +128,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _no_logs() -> Iterator[None]:
-    """This process only waits for others: what torch logs of that is not the user's."""
+    """Silence torch's log of the processes it waits for: it repeats what they print."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -124,11 +137,11 @@ def _no_logs() -> Iterator[None]:
         logging.disable(before)
 
 
-class Loopback(RendezvousHandler):
-    """Where the processes of this machine find each other. State: the store of this start.
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of the processes on this machine. State: the store of the current start.
 
-    Each start has a store of its own: with torchrun's for a given address and port, processes that
-    are started again may still read where those before them could be reached.
+    Each start gets a new store. With torchrun's store for a fixed address and port, restarted
+    processes may still read the addresses of the processes before them.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -136,7 +149,7 @@ class Loopback(RendezvousHandler):
         self.store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        return NAME
+        return RENDEZVOUS
 
     @property
     def use_agent_store(self) -> bool:
@@ -144,7 +157,7 @@ class Loopback(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = _store_on_loopback()
-        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, self.store.port))
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
 
     def is_closed(self) -> bool:
         return False
@@ -165,11 +178,11 @@ class Loopback(RendezvousHandler):
 
 def _store_on_loopback() -> TCPStore:
     with socket.socket() as listening:
-        listening.bind((HERE, 0))
+        listening.bind((LOOPBACK, 0))
         listening.listen()
         port = listening.getsockname()[1]
         return TCPStore(
-            HERE,
+            LOOPBACK,
             port,
             1,
             is_master=True,

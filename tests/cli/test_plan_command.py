@@ -1,16 +1,15 @@
-"""`stageline profile` and `stageline plan`: from a model and a measured cluster to a plan."""
+"""`stageline profile` and `stageline plan`: plans from a profile and a cluster."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import stageline as sl
-from stageline.cli import app
+from stageline.cli.app import app
 from stageline.planning.cluster.cluster import Level
 
 MODEL = """
@@ -24,29 +23,25 @@ def build():
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "planned_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("planned_model", None)
+def folder(user_module: Callable[[str, str], Path]) -> Path:
+    return user_module("planned_model", MODEL)
 
 
-def test_a_profile_and_a_cluster_in_files_make_a_plan() -> None:
+def test_plan_reads_a_profile_and_a_cluster_from_files() -> None:
     profiled = CliRunner().invoke(app, ["profile", "planned_model:build"])
     assert profiled.exit_code == 0
     assert str(sl.Profile.load("profile.json")) in profiled.output
     wire = Level("machine", 2, bandwidth=1e9, latency=1e-4)
     sl.Cluster(2, "1GiB", levels=(wire,)).save("cluster.json")
-    call = ["plan", "profile.json", "--cluster", "cluster.json", "--batch", "8"]
+    call = ["plan", "profile.json", "--cluster", "cluster.json", "--batch-size", "8"]
     planned = CliRunner().invoke(app, call)
     assert planned.exit_code == 0
     assert str(sl.Plan.load("plan.json")) in planned.output
 
 
-def test_asynchronous_schedules_are_planned_if_they_are_named() -> None:
+def test_asynchronous_schedules_are_considered_if_they_are_named() -> None:
     assert CliRunner().invoke(app, ["profile", "planned_model:build"]).exit_code == 0
-    call = ["plan", "profile.json", "--devices", "2", "--memory", "700", "--batch", "8"]
+    call = ["plan", "profile.json", "--num-devices", "2", "--memory", "700", "--batch-size", "8"]
     plain = CliRunner().invoke(app, call)
     assert plain.exit_code == 0, plain.output
     assert not sl.Plan.load("plan.json").chosen.is_asynchronous

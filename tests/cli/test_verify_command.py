@@ -1,15 +1,15 @@
-"""`stageline verify`: a user's model held to a plain loop from the command line."""
+"""`stageline verify`: pipelines of a user's model compared with a plain loop."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from stageline.cli import app
+from stageline.cli.app import app
 from stageline.errors import ModelError
 
 MODEL = """
@@ -21,46 +21,42 @@ def build():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(4)])
     return model, nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4)
 
-class Moody(nn.Linear):
-    calls = 0  # for all copies together, so a plain loop and a pipeline cannot agree
+class Counting(nn.Linear):
+    calls = 0  # shared by all copies, so a plain loop and a pipeline differ
 
     def forward(self, x):
-        Moody.calls += 1
-        return super().forward(x) * Moody.calls
+        Counting.calls += 1
+        return super().forward(x) * Counting.calls
 
-def moody():
-    return nn.Sequential(Moody(4, 4), nn.ReLU()), *build()[1:]
+def counting():
+    return nn.Sequential(Counting(4, 4), nn.ReLU()), *build()[1:]
 
-def too_little():
+def two_values():
     return build()[:2]
 """
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "users_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("users_model", None)
+def folder(user_module: Callable[[str, str], Path]) -> Path:
+    return user_module("users_model", MODEL)
 
 
-def test_every_schedule_is_held_to_a_plain_loop() -> None:
+def test_verify_compares_every_synchronous_schedule() -> None:
     result = CliRunner().invoke(app, ["verify", "users_model:build", "--backend", "serial"])
     lines = result.output.splitlines()
     assert result.exit_code == 0
     assert len(lines) == 14
-    assert all(line.endswith("equal to the bit") for line in lines)
+    assert all(line.endswith("bit-identical") for line in lines)
 
 
-def test_a_difference_is_named_and_the_exit_code_says_so() -> None:
-    result = CliRunner().invoke(app, ["verify", "users_model:moody", "1f1b", "-m", "2"])
+def test_a_difference_is_named_and_gives_exit_code_1() -> None:
+    result = CliRunner().invoke(app, ["verify", "users_model:counting", "1f1b", "-m", "2"])
     assert result.exit_code == 1
     assert "differs" in result.output
     assert "0.weight (stage 0)" in result.output
 
 
-def test_a_schedule_that_cannot_be_built_gives_its_reason() -> None:
+def test_a_schedule_that_cannot_be_built_is_listed_with_the_reason() -> None:
     call = ["verify", "users_model:build", "1f1b", "dualpipe_v", "-p", "2", "-m", "3"]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0
@@ -73,10 +69,10 @@ def test_a_schedule_that_cannot_be_built_gives_its_reason() -> None:
         ("users_model", "the model is 'users_model', but has to be module:function"),
         ("no_such_module:build", "there is no module 'no_such_module'"),
         ("users_model:nothing", "module 'users_model' has no function 'nothing'"),
-        ("users_model:too_little", "the function returned 2 things, but has to return a tuple of"),
+        ("users_model:two_values", "the function returned 2 values, but has to return a tuple of"),
     ],
 )
-def test_what_cannot_be_verified_is_told(reference: str, message: str) -> None:
+def test_an_argument_that_is_no_workload_is_an_error(reference: str, message: str) -> None:
     result = CliRunner().invoke(app, ["verify", reference])
     assert isinstance(result.exception, ModelError)
     assert message in str(result.exception)
@@ -100,7 +96,9 @@ BROKEN_MODULES = {
 
 
 @pytest.mark.parametrize("name", BROKEN_MODULES)
-def test_a_module_that_raises_is_told_in_a_line_with_the_place(name: str, folder: Path) -> None:
+def test_an_exception_of_the_users_module_is_one_line_with_its_location(
+    name: str, folder: Path
+) -> None:
     code, message = BROKEN_MODULES[name]
     (folder / f"{name}.py").write_text(code)
     for command in ("verify", "profile"):
@@ -114,12 +112,12 @@ def test_a_module_that_raises_is_told_in_a_line_with_the_place(name: str, folder
 @pytest.mark.parametrize(
     "reference", ["../x:y", "/tmp/x.py:build", "a b:c", "..:x", "no.such.module:build", "x\0:y"]
 )
-def test_what_is_no_module_of_this_folder_is_refused(reference: str) -> None:
+def test_a_module_outside_of_this_folder_is_an_error(reference: str) -> None:
     result = CliRunner().invoke(app, ["verify", reference])
     assert isinstance(result.exception, ModelError)
 
 
-def test_a_file_of_this_folder_may_be_named_as_a_path() -> None:
+def test_the_module_may_be_given_as_a_file() -> None:
     for reference in ("users_model.py:build", "./users_model.py:build"):
         words = ["verify", reference, "gpipe", "--backend", "serial"]
         assert CliRunner().invoke(app, words).exit_code == 0
