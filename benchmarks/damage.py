@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stageline.checkpoint import folder as folders
+from stageline.checkpoint import record_file
 
 Damage = Callable[[random.Random, Path], None]
 
 
 def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
-    (checkpoint / folders.RECORD).write_bytes(folders._sealed(fields))  # noqa: SLF001
+    (checkpoint / record_file.RECORD).write_bytes(record_file.record_text(fields))
 
 
 # Damage to the bytes of a file
@@ -25,7 +25,7 @@ def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
 def a_file(rng: random.Random, checkpoint: Path) -> Path:
     """Return a random one; the record, which is small, as often as the others together."""
     shards = sorted(checkpoint.glob("*.safetensors"))
-    return rng.choice([*shards, *[checkpoint / folders.RECORD] * len(shards)])
+    return rng.choice([*shards, *[checkpoint / record_file.RECORD] * len(shards)])
 
 
 def changing(change: Callable[[random.Random, bytearray], bytes | bytearray]) -> Damage:
@@ -284,7 +284,7 @@ def with_odd_value(rng: random.Random, value: Any) -> Any:
 
 def value_in_the_record(rng: random.Random, checkpoint: Path) -> None:
     """As an editor would: it stays JSON, and keeps its first line or is written anew."""
-    path = checkpoint / folders.RECORD
+    path = checkpoint / record_file.RECORD
     text = path.read_text()
     changed = with_odd_value(rng, json.loads(text))
     again = json.dumps(changed, indent=rng.choice([None, 1]))
@@ -312,12 +312,12 @@ def rewrite_header(rng: random.Random, path: Path) -> None:
 
 
 def forged_record(rng: random.Random, checkpoint: Path) -> None:
-    fields = with_odd_value(rng, folders.read_record(checkpoint))
+    fields = with_odd_value(rng, record_file.read_record(checkpoint))
     seal(checkpoint, fields if isinstance(fields, dict) else {"data": fields})
 
 
 def forged_header(rng: random.Random, checkpoint: Path) -> None:
-    record = folders.read_record(checkpoint)
+    record = record_file.read_record(checkpoint)
     file = rng.choice(record["files"])
     path = checkpoint / file["name"]
     rewrite_header(rng, path)
@@ -327,7 +327,7 @@ def forged_header(rng: random.Random, checkpoint: Path) -> None:
 
 def forged_giant(rng: random.Random, checkpoint: Path) -> None:
     """A tensor of terabytes, in a file that is as long as that, but has holes."""
-    record = folders.read_record(checkpoint)
+    record = record_file.read_record(checkpoint)
     file = rng.choice(record["files"])
     path = checkpoint / file["name"]
     data = path.read_bytes()

@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import stageline as sl
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint import reading, storage
-from stageline.checkpoint.desk import desk_of
+from stageline.checkpoint import read_tensors, record_file, write_tensors
+from stageline.checkpoint.group import checkpoint_group
 from stageline.zoo.gpt import Head, loss
 
 
@@ -210,8 +210,8 @@ def test_a_save_in_the_background_has_the_state_of_when_it_was_asked_for(
     optimizer = AdamW(pipe.parameters(), 1e-2)
     train(pipe, optimizer, range(2))
     wanted = everything(pipe, optimizer)
-    go, begin = Event(), folders.begin
-    monkeypatch.setattr(folders, "begin", lambda *args: go.wait(60) and begin(*args))
+    go, begin = Event(), folders.create_partial
+    monkeypatch.setattr(folders, "create_partial", lambda *args: go.wait(60) and begin(*args))
     saving = sl.save(tmp_path, pipe, optimizer, step=2, wait=False)
     train(pipe, optimizer, range(2, 4))
     assert sl.latest(tmp_path) is None
@@ -237,7 +237,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"x" * 100)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stageline.checkpoint.save.write", write)
+    monkeypatch.setattr("stageline.checkpoint.save.write_shard", write)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -246,13 +246,13 @@ def test_a_full_disk_is_told_and_leaves_the_earlier_checkpoint(
 ) -> None:
     pipe = pipeline()
     full_disk(monkeypatch)
-    with pytest.raises(sl.CheckpointError, match=r"No space left on device.*make room"):
+    with pytest.raises(sl.CheckpointError, match=r"No space left on device.*free some space"):
         sl.save(saved, pipe, step=3, wait=wait).wait()
     assert [path.name for path in saved.iterdir()] == ["step-00000002"]
     assert sl.load(saved, pipe).step == 2
 
 
-@pytest.mark.parametrize("step", ["_write", "_sync", "_delete"])
+@pytest.mark.parametrize("step", ["_write_file", "_sync_folder", "_delete_checkpoint"])
 def test_whatever_fails_at_the_end_the_folder_has_whole_checkpoints_only(
     saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_failure_that_nobody_asked_for_is_told_by_the_next_save(
     with monkeypatch.context() as patch:
         full_disk(patch)
         sl.save(saved, pipe, step=3, wait=False)
-        saving = desk_of(pipe).saving
+        saving = checkpoint_group(pipe).pending
         assert saving is not None
         assert isinstance(saving.result.exception(), sl.CheckpointError)
     with pytest.raises(sl.CheckpointError, match="No space left"):
@@ -285,7 +285,7 @@ def test_a_failure_that_nobody_asked_for_is_told_by_the_next_save(
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(sl.CheckpointError, match="could not be written to: NotADirectoryError"):
+    with pytest.raises(sl.CheckpointError, match="could not be written: NotADirectoryError"):
         sl.save(tmp_path / "file" / "run", pipeline(), step=1)
 
 
@@ -312,9 +312,9 @@ def without_its_tensors(path: Path) -> None:
 
 
 def record_without_a_seed(path: Path) -> None:
-    fields = folders.read_record(path)
+    fields = record_file.read_record(path)
     del fields["seed"]
-    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
+    (path / "checkpoint.json").write_bytes(record_file.record_text(fields))
 
 
 def record_of_another(path: Path) -> None:
@@ -338,10 +338,10 @@ def nothing_there(path: Path) -> None:
         (foreign, "is damaged: it has .* bytes instead of"),
         (of_another_program, "is damaged: it has .* bytes instead of"),
         (without_its_tensors, "is damaged: .*No such file"),
-        (record_without_a_seed, "checkpoint.json' is damaged: its seed is wrong: field required"),
-        (record_of_another, "checkpoint.json' cannot be read: it is damaged, or not of sl.save"),
-        (record_cut_short, "checkpoint.json' cannot be read: it is damaged, .* instead of"),
-        (nothing_there, "has no checkpoint, but one was to be loaded"),
+        (record_without_a_seed, "checkpoint.json' is damaged: its field seed is invalid: field required"),
+        (record_of_another, "checkpoint.json' cannot be read: it is damaged or was not written"),
+        (record_cut_short, "checkpoint.json' cannot be read: it is damaged: .* instead of"),
+        (nothing_there, "has no checkpoint to load"),
     ],
 )
 def test_what_is_no_whole_checkpoint_is_refused(
@@ -362,7 +362,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Path) -> None
     pipe = pipeline()
     sl.save(saved, pipe, step=3)
     record_cut_short(saved / "step-00000003")
-    with pytest.warns(UserWarning, match="step-00000003 is passed over, step-00000002 is taken"):
+    with pytest.warns(UserWarning, match="skipped step-00000003, using step-00000002"):
         assert sl.load(saved, pipe).step == 2
     sl.save(saved, pipe, step=4, keep=1)
     names = sorted(path.name for path in saved.iterdir())
@@ -374,9 +374,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Path) -> None
     [
         (
             model(blocks=4),
-            "lacks 4.0.bias, 4.0.weight, .* and has 4.bias, 4.num_batches_tracked, .* too",
+            "lacks 4.0.bias, 4.0.weight, .* and has the additional 4.bias, 4.num_batches_tracked, .*",
         ),
-        (model(blocks=2), "lacks 3.bias, .* and 3 more and has 3.0.bias, .* and 7 more too, but"),
+        (model(blocks=2), "lacks 3.bias, .* and 3 more and has the additional 3.0.bias, .* and 7 more, but"),
         (model(width=6), r"0.weight is float32 \(11, 8\) instead of float32 \(11, 6\).* more: "),
         (model().double(), r"0.weight is float32 \(11, 8\) instead of float64 \(11, 8\)"),
     ],
@@ -391,13 +391,13 @@ def test_a_model_that_does_not_fit_is_refused(
 
 def test_an_optimizer_that_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
     pipe = pipeline(init=3)
-    assert_refused(saved, pipe, SGD, "is of AdamW, but the optimizer is SGD: use the same")
+    assert_refused(saved, pipe, SGD, "was saved with AdamW, but the optimizer is SGD: use AdamW")
     some = list(pipe.parameters())[2:]
     assert_refused(
-        saved, pipe, lambda *_: AdamW(some), "has 0.weight, 1.0.weight too, but the optimizer's"
+        saved, pipe, lambda *_: AdamW(some), "has the additional 0.weight, 1.0.weight, but the optimizer's"
     )
     sl.save(tmp_path / "alone", pipe, step=1)
-    assert_refused(tmp_path / "alone", pipe, AdamW, "lacks 0.weight.*or load without one")
+    assert_refused(tmp_path / "alone", pipe, AdamW, "lacks 0.weight.*or load without an optimizer")
     sl.save(tmp_path / "groups", pipe, adamw(pipe), step=1)
     assert_refused(
         tmp_path / "groups", pipe, AdamW, "group 0 has 0.weight and 1.0.bias, but they were saved"
@@ -424,7 +424,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     pipe = pipeline()
     with pytest.raises(sl.CheckpointError, match=r"data cannot be saved: .*Tensor"):
         sl.save(tmp_path, pipe, step=1, data=torch.ones(1))
-    with pytest.raises(sl.CheckpointError, match="step is -1, but has to be"):
+    with pytest.raises(sl.CheckpointError, match="step is -1, but must be"):
         sl.save(tmp_path, pipe, step=-1)
     with pytest.raises(sl.CheckpointError, match="make the optimizer from pipe"):
         sl.save(tmp_path, pipe, AdamW(model().parameters()), step=1)
@@ -457,11 +457,11 @@ def test_files_of_several_ranks_are_joined_into_one(tmp_path: Path) -> None:
     names = list(state)
     files = []
     for number, part in enumerate((names[::3], names[1::3], names[2::3]), start=1):
-        pieces = storage.pieces_of({name: state[name] for name in part})
+        pieces = write_tensors.local_pieces({name: state[name] for name in part})
         path = tmp_path / "parts" / f"shard-{number:05d}.safetensors"
-        files.append(storage.File(**storage.write(path, pieces)))
-    found = reading.saved_in(tmp_path / "parts", files)
-    reading.join(found, [names[::2], names[1::2]], tmp_path / "whole")
+        files.append(write_tensors.ShardFile(**write_tensors.write_shard(path, pieces)))
+    found = read_tensors.stored_tensors(tmp_path / "parts", files)
+    read_tensors.join_shards(found, [names[::2], names[1::2]], tmp_path / "whole")
     assert_same(load_file(tmp_path / "whole"), state)
 
 
@@ -474,7 +474,7 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(
     pipe, path = pipeline(), tmp_path / "model.safetensors"
     sl.export(path, pipe)
     before = path.read_bytes()
-    monkeypatch.setattr("stageline.checkpoint.export.write", full)
+    monkeypatch.setattr("stageline.checkpoint.export.write_shard", full)
     with pytest.raises(sl.CheckpointError, match="No space left on device"):
         sl.export(path, pipe)
     assert path.read_bytes() == before

@@ -99,7 +99,7 @@ def test_the_name_of_a_checkpoint_that_is_taken_is_told_before_anything_is_writt
         (taken / "mine.txt").write_text("mine")
     else:
         taken.symlink_to("nothing")
-    with pytest.raises(sl.CheckpointError, match=r"exists and is no checkpoint: move it elsewhere"):
+    with pytest.raises(sl.CheckpointError, match=r"exists and is not a checkpoint: move it elsewhere"):
         sl.save(tmp_path, pipe, step=1)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -113,8 +113,8 @@ def test_a_leftover_that_cannot_be_deleted_is_told_and_saves_go_on(
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "_remove", refuse)
-        with pytest.warns(UserWarning, match=r"step-00000001.partial' is left .* it by hand"):
+        patch.setattr(folders, "_delete_tree", refuse)
+        with pytest.warns(UserWarning, match=r"step-00000001.partial' was left .* it yourself"):
             sl.save(tmp_path, pipe, step=1)
     assert names(tmp_path) == ["step-00000001", "step-00000001.partial"]
     sl.save(tmp_path, pipe, step=2)
@@ -123,7 +123,7 @@ def test_a_leftover_that_cannot_be_deleted_is_told_and_saves_go_on(
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path: Path, pipe: sl.Pipeline) -> None:
     with ExitStack() as held:
-        theirs = folders.begin(tmp_path, 1, held)
+        theirs = folders.create_partial(tmp_path, 1, held)
         (theirs / "shard-00001.safetensors").write_text("half")
         sl.save(tmp_path, pipe, step=1)
         sl.save(tmp_path, pipe, step=1)
@@ -138,9 +138,9 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, pipe: sl.Pipeline) -> None
 from contextlib import ExitStack
 from pathlib import Path
 import os, signal
-from stageline.checkpoint.folder import begin
+from stageline.checkpoint.folder import create_partial
 held = ExitStack()
-begin(Path({str(tmp_path)!r}), 1, held)
+create_partial(Path({str(tmp_path)!r}), 1, held)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=100)
@@ -195,7 +195,7 @@ def test_a_crash_at_any_point_of_saving_a_step_again_loses_nothing(
     with monkeypatch.context() as patch:
         for name in ("rename", "mkdir"):
             patch.setattr(Path, name, dying(getattr(Path, name)))
-        for name in ("_remove", "_write", "abandon"):
+        for name in ("_delete_tree", "_write_file", "discard"):
             patch.setattr(folders, name, dying(getattr(folders, name)))
         try:
             sl.save(tmp_path, pipe, step=1, keep=1, data="second")
@@ -227,7 +227,7 @@ def test_a_full_disk_in_any_phase_leaves_what_was_there(
         if phase == 4:  # there are four
             sl.save(tmp_path, pipe, step=2)
         else:
-            with pytest.raises(sl.CheckpointError, match=r"No space left on device.*make room"):
+            with pytest.raises(sl.CheckpointError, match=r"No space left on device.*free some space"):
                 sl.save(tmp_path, pipe, step=2)
     whole = ["step-00000001", "step-00000002"] if phase >= 3 else ["step-00000001"]
     assert names(tmp_path) == whole
@@ -248,12 +248,12 @@ def test_folders_may_have_any_name(tmp_path: Path, pipe: sl.Pipeline, name: str)
 def test_paths_that_cannot_be_are_told(tmp_path: Path, pipe: sl.Pipeline) -> None:
     (tmp_path / "file").write_text("")
     for wrong in ("a\0b", "x" * 300, tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(sl.CheckpointError, match="could not be written to"):
+        with pytest.raises(sl.CheckpointError, match="could not be written"):
             sl.save(wrong, pipe, step=1)
         with pytest.raises(sl.CheckpointError):
             sl.load(wrong, pipe)
     for wrong in ("a\0b", "x" * 300, tmp_path, tmp_path / "file" / "run", tmp_path / "no" / "x"):
-        with pytest.raises(sl.CheckpointError, match="could not be written to"):
+        with pytest.raises(sl.CheckpointError, match="could not be written"):
             sl.export(wrong, pipe)
     for step in (10**15, 10**5000):
         with pytest.raises(sl.CheckpointError, match="step is "):

@@ -25,8 +25,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 import stageline as sl
-from stageline.checkpoint import folder as folders
-from stageline.checkpoint import reading
+from stageline.checkpoint import read_tensors, record_file
 
 Everything = dict[str, Any]
 RECORD = "checkpoint.json"
@@ -89,9 +88,9 @@ class Saved:
 
     def record(self, change: Callable[[dict[str, Any]], Any]) -> None:
         """Change the record, and make its checksum fit."""
-        fields = folders.read_record(self.path)
+        fields = record_file.read_record(self.path)
         change(fields)
-        (self.path / RECORD).write_bytes(folders._sealed(fields))
+        (self.path / RECORD).write_bytes(record_file.record_text(fields))
 
     def header(self, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
         """Change a header and what we add to it, and make its checksum fit."""
@@ -143,7 +142,7 @@ def test_a_flipped_bit_in_each_of_its_tensors_is_seen(saved: Saved) -> None:
             damaged = bytearray(saved.files[name])
             damaged[length + (start + stop - 1) // 2] ^= 16
             (saved.path / name).write_bytes(damaged)
-            saved.assert_refused("have another checksum than they were written with")
+            saved.assert_refused("the checksum of bytes .* does not match")
 
 
 def test_what_was_saved_is_loaded_to_the_last_bit(saved: Saved) -> None:
@@ -156,27 +155,27 @@ def test_what_was_saved_is_loaded_to_the_last_bit(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r["groups"][0].update(values=None), r"its groups.0.values is wrong"),
+        (lambda r: r["groups"][0].update(values=None), r"its field groups.0.values is invalid"),
         (lambda r: r["groups"][0]["values"].update(lr="x"), "has 'x' for the optimizer's lr"),
         (lambda r: r["groups"][0]["values"].update(lr=10**400), "has int 1000.*… for the opt"),
-        (lambda r: r["groups"][0]["values"].update(fused=2), "fused are: load another"),
+        (lambda r: r["groups"][0]["values"].update(fused=2), "has 2 for the optimizer's fused, .* True, False or None"),
         (lambda r: r["groups"][0]["values"].update(lr=None), "has None for the optimizer's lr"),
         (lambda r: r["groups"][0]["values"].update(lr=float("nan")), "has nan for the optimizer's"),
         (lambda r: r["groups"][0]["values"].update(betas={"()": [0.9]}), "for the optimizer's bet"),
         (lambda r: r["groups"][0]["values"].update(betas={"()": [0.9, 7]}), "has 7 .* from 0.0 to"),
         (lambda r: r["groups"][0]["values"].update(amsgrad=0.5), "has 0.5 for .*amsgrad"),
         (lambda r: r["groups"][0].update(names=[]), "lacks 0.weight"),
-        (lambda r: r["groups"].append(r["groups"][0]), "parameters in several groups"),
-        (lambda r: r.update(num_steps=None), "its num_steps is wrong"),
-        (lambda r: r.update(num_steps=True), "its num_steps is wrong"),
-        (lambda r: r.update(num_steps=-1), "its num_steps is wrong"),
-        (lambda r: r.update(seed=2**64), "its seed is wrong"),
-        (lambda r: r.update(step="2"), "its step is wrong"),
-        (lambda r: r.update(values={"0.weight": {"step": []}}), "its values.0.weight.step"),
-        (lambda r: r.update(values={"x": {"step": 1}}), "states of parameters in none"),
+        (lambda r: r["groups"].append(r["groups"][0]), "a parameter in several groups"),
+        (lambda r: r.update(num_steps=None), "its field num_steps is invalid"),
+        (lambda r: r.update(num_steps=True), "its field num_steps is invalid"),
+        (lambda r: r.update(num_steps=-1), "its field num_steps is invalid"),
+        (lambda r: r.update(seed=2**64), "its field seed is invalid"),
+        (lambda r: r.update(step="2"), "its field step is invalid"),
+        (lambda r: r.update(values={"0.weight": {"step": []}}), "its field values.0.weight.step"),
+        (lambda r: r.update(values={"x": {"step": 1}}), "the state of a parameter that is in no group"),
         (lambda r: r.update(data={"{}": [1]}), "is damaged"),
-        (lambda r: r.update(extra=1), "its extra is wrong"),
-        (lambda r: r["files"][0].update(name="../x.safetensors"), "its files.0.name is wrong"),
+        (lambda r: r.update(extra=1), "its field extra is invalid"),
+        (lambda r: r["files"][0].update(name="../x.safetensors"), "its field files.0.name is invalid"),
         (lambda r: r["files"][0].update(header_bytes=2**40), "is damaged"),
         (lambda r: r["files"].append(r["files"][0]), "do not make up a tensor"),
         (lambda r: r["files"].clear(), "lacks 0.weight"),
@@ -195,19 +194,19 @@ MOMENT = "optimizer.1.0.weight.exp_avg"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h, _: h[MOMENT].update(shape=[2**40]), "is said to be at bytes"),
-        (lambda h, _: h[MOMENT].update(shape=[8, -8]), "header is not of sl.save"),
-        (lambda h, _: h[MOMENT].update(shape=[8, 8.0]), "header is not of sl.save"),
-        (lambda h, _: h[MOMENT].update(data_offsets=[0, 2**62]), "is said to be at bytes"),
-        (lambda h, _: h[MOMENT].update(data_offsets=[4, 260]), "is said to be at bytes"),
-        (lambda h, _: h[MOMENT].update(dtype="F64"), "is said to be at bytes"),
-        (lambda h, _: h[MOMENT].update(dtype="x"), "unknown type 'x'"),
-        (lambda h, _: h.pop(MOMENT), "not a checksum for each tensor"),
-        (lambda _, own: own.pop(MOMENT), "not a checksum for each tensor"),
+        (lambda h, _: h[MOMENT].update(shape=[2**40]), "cannot be at bytes"),
+        (lambda h, _: h[MOMENT].update(shape=[8, -8]), "header was not written by sl.save"),
+        (lambda h, _: h[MOMENT].update(shape=[8, 8.0]), "header was not written by sl.save"),
+        (lambda h, _: h[MOMENT].update(data_offsets=[0, 2**62]), "cannot be at bytes"),
+        (lambda h, _: h[MOMENT].update(data_offsets=[4, 260]), "cannot be at bytes"),
+        (lambda h, _: h[MOMENT].update(dtype="F64"), "cannot be at bytes"),
+        (lambda h, _: h[MOMENT].update(dtype="x"), "unknown dtype 'x'"),
+        (lambda h, _: h.pop(MOMENT), "not have a checksum for each tensor"),
+        (lambda _, own: own.pop(MOMENT), "not have a checksum for each tensor"),
         (lambda _, own: own[MOMENT].update(whole=[2**40, 8]), "do not make up a tensor"),
-        (lambda _, own: own[MOMENT].update(offset=[1, 0]), "is said to be at .1, 0. of"),
-        (lambda _, own: own[MOMENT].update(offset=[0]), "is said to be at .0,. of"),
-        (lambda _, own: own[MOMENT].update(crc32=7), "have another checksum"),
+        (lambda _, own: own[MOMENT].update(offset=[1, 0]), "cannot be at .1, 0. of"),
+        (lambda _, own: own[MOMENT].update(offset=[0]), "cannot be at .0,. of"),
+        (lambda _, own: own[MOMENT].update(crc32=7), "the checksum of bytes .* does not match"),
         (lambda h, _: h["random.cpu"].update(dtype="I8"), "has int8 .* for random.cpu"),
     ],
 )
@@ -248,7 +247,7 @@ def test_a_random_state_that_is_none_changes_nothing(saved: Saved) -> None:
     path.write_bytes(data)
     crc32 = zlib.crc32(garbage)
     saved.header(lambda _, own: own["random.cpu"].update(crc32=crc32))
-    saved.assert_refused("random.cpu is no state of a generator")
+    saved.assert_refused("random.cpu is not the state of a generator")
 
 
 def test_the_first_format_is_refused_by_name(saved: Saved) -> None:
@@ -282,22 +281,22 @@ def test_a_link_to_a_whole_file_is_as_good(saved: Saved) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Let a function of `reading` fail the n-th time, as a disk does."""
-    works, calls = getattr(reading, name), iter(range(10**6))
+    """Let a function of `read_tensors` fail the n-th time, as a disk does."""
+    works, calls = getattr(read_tensors, name), iter(range(10**6))
 
     def read(stored: Any) -> Any:
         if next(calls) == call:
             raise OSError(5, "Input/output error")
         return works(stored)
 
-    monkeypatch.setattr(reading, name, read)
+    monkeypatch.setattr(read_tensors, name, read)
 
 
 @pytest.mark.parametrize("held", [0, 1000, 2**28])
 def test_a_disk_that_fails_while_checksums_are_compared_changes_nothing(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
-    monkeypatch.setattr(reading, "HELD", held)
+    monkeypatch.setattr(read_tensors, "MAX_CACHED", held)
     for call in (0, 1, 30, 71):
         with monkeypatch.context() as patch:
             failing(patch, "_read" if held == 2**28 else "_checksum", call if held != 1000 else 0)
@@ -308,11 +307,11 @@ def test_a_disk_that_fails_while_checksums_are_compared_changes_nothing(
 def test_what_is_too_large_to_be_kept_is_read_twice_with_the_same_bits(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
-    monkeypatch.setattr(reading, "HELD", held)
+    monkeypatch.setattr(read_tensors, "MAX_CACHED", held)
     pipe, optimizer = Saved.made(init=5)
     with monkeypatch.context() as patch:
         failing(patch, "_read", 20)
-        with pytest.raises(sl.CheckpointError, match="part old, part new: load again"):
+        with pytest.raises(sl.CheckpointError, match="some old and some new values: load again"):
             sl.load(saved.path, pipe, optimizer)
     sl.load(saved.path, pipe, optimizer)
     assert_same(everything(pipe, optimizer), saved.right)
@@ -322,7 +321,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_loaded_changes_nothing_or_all(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `keep` of a training that goes on does to an evaluation."""
-    for name, is_late in (("saved_in", False), ("Reader", False), ("_apply", True)):
+    for name, is_late in (("stored_tensors", False), ("TensorReader", False), ("_apply", True)):
         module = "stageline.checkpoint.load"
         with monkeypatch.context() as patch:
             works = getattr(sl.checkpoint.load, name)
@@ -405,21 +404,21 @@ def test_a_scheduler_that_is_another_or_raises_changes_nothing(tmp_path: Path) -
     with pytest.raises(sl.CheckpointError, match="was saved with StepLR, but the pipeline has Fus"):
         sl.load(tmp_path / "step", fussy)
     path = tmp_path / "fussy" / "step-00000003"
-    fields = folders.read_record(path)
+    fields = record_file.read_record(path)
     for wrong, message in (
-        ({"gamma": 0.25}, "state that Fussy does not take: KeyError: 'gamma'"),
-        ({"gamma": None}, "has None for the scheduler's state, gamma, where 0.5 is now"),
+        ({"gamma": 0.25}, "state that Fussy cannot load: KeyError: 'gamma'"),
+        ({"gamma": None}, "has None for the scheduler's state, gamma, which is now 0.5"),
         ({"base_lrs": [0.1, 0.1]}, "for the scheduler's state, base_lrs"),
         ({"last_epoch": "x"}, "has 'x' for the scheduler's state, last_epoch"),
     ):
         changed = deepcopy(fields)
         changed["scheduler"]["state"] |= wrong
-        (path / RECORD).write_bytes(folders._sealed(changed))
+        (path / RECORD).write_bytes(record_file.record_text(changed))
         with pytest.raises(sl.CheckpointError, match=message):
             sl.load(path, fussy)
         assert_same(everything(fussy, None), before)
     fields["scheduler"] = None
-    (path / RECORD).write_bytes(folders._sealed(fields))
+    (path / RECORD).write_bytes(record_file.record_text(fields))
     with pytest.raises(sl.CheckpointError, match="saved without a scheduler, but the pipeline has"):
         sl.load(path, fussy)
     assert_same(everything(fussy, None), before)

@@ -61,7 +61,7 @@ from stageline.runtime.exactness.parity import (
 )
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import Unchanged
-from stageline.runtime.optimizers.divergence import Guard
+from stageline.runtime.optimizers.divergence import DivergenceMonitor
 from stageline.runtime.optimizers.late_clipping import (
     LateClipping,
     clip_factor,
@@ -85,16 +85,16 @@ from stageline.runtime.placement.checks import (
     recompute_modes,
     schedule_of,
 )
-from stageline.runtime.placement.materialise import Init, check_filled, materialise
+from stageline.runtime.placement.materialise import Init, check_initialized, materialise
 from stageline.runtime.placement.move_layers import (
-    Luggage,
-    Options,
+    GroupsOptions,
+    OptimizerState,
+    check_moves,
     check_optimizer,
-    check_room,
-    exchange,
-    moves_of,
+    move_tensors,
+    move_to_devices,
     options_of,
-    to_devices,
+    plan_moves,
 )
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.program.routine import routine
@@ -519,7 +519,9 @@ class Pipeline:
     def _agree(self, step: Step) -> None:
         """With other processes, once, that all are about to do the same."""
         if not self.has_agreed:
-            self.peers.everywhere(lambda: check_filled(self.layers, self._places(), self.blanks))
+            self.peers.everywhere(
+                lambda: check_initialized(self.layers, self._places(), self.blanks)
+            )
             self.blanks = []
             cuts = self.balance, self.executor.recompute
             self.peers.agree(signature(self.schedule, self.layers, *cuts, step))
@@ -569,7 +571,7 @@ class Pipeline:
 
     def _settle(self, optimizer: Optimizer | None = None) -> TiedWeights:
         """Layers move to the devices of their ranks."""
-        to_devices(self.layers, self._places(), optimizer)
+        move_to_devices(self.layers, self._places(), optimizer)
         return TiedWeights.of(self.layers, self._places())
 
     def _staged(self, recompute: Sequence[str]) -> Executor:
@@ -626,7 +628,7 @@ class Pipeline:
                 step.updates[number] = stepper.skip(number, float(total))
 
     def _stream(self, stepper: Stepper, loader: Iterable[tuple[Any, Any]]) -> Results:
-        guard, unseen = Guard(), deque[tuple[int, StepResult]]()
+        guard, unseen = DivergenceMonitor(), deque[tuple[int, StepResult]]()
         with self._streaming(stepper) as stream:
             running = self.driver.start(self.executor, stream)
             steps = self._fed(loader)
@@ -717,7 +719,7 @@ class Pipeline:
         optimizer: Optimizer | None,
         timelines: Sequence[Timeline],
         profile: Profile | None,
-    ) -> tuple[Observed, Options | None]:
+    ) -> tuple[Observed, GroupsOptions | None]:
         """What this process knows before a replan: times, and what its optimizer's groups are."""
         names = tuple(layer.name for layer in self.layers)
         times = observed(self.schedule, self.balance, names, timelines, profile)
@@ -728,19 +730,19 @@ class Pipeline:
         self,
         balance: Sequence[int],
         optimizer: Optimizer | None,
-        everywhere: Sequence[Options | None],
+        everywhere: Sequence[GroupsOptions | None],
     ) -> None:
         """Nothing changes unless all processes can do their part."""
         parts = cut(self.layers, self.schedule.num_stages, balance)
         check_shared_norms(self.layers, parts)
         homes = homes_of(parts, self.schedule.placement)
-        moves = moves_of(self.layers, self.homes, homes, self.peers)
-        self.peers.everywhere(lambda: check_room(moves, optimizer, everywhere, self.peers))
+        moves = plan_moves(self.layers, self.homes, homes, self.peers)
+        self.peers.everywhere(lambda: check_moves(moves, optimizer, everywhere, self.peers))
         self.cut, self.homes = parts, homes
         if moves:
-            luggage = Luggage(optimizer)
-            exchange(moves, luggage, self.peers)
-            luggage.put_back(self.parameters())
+            luggage = OptimizerState(optimizer)
+            move_tensors(moves, luggage, self.peers)
+            luggage.restore_groups(self.parameters())
         self.tied = self._settle(optimizer)
         trusts = all(stage.silent.trusts for stage in self.executor.stages)
         self.executor = self._staged(self.executor.recompute)
@@ -903,7 +905,7 @@ def _noted(peers: Peers, loader: Iterable[tuple[Any, Any]]) -> Iterator[tuple[An
         yield from loader
 
 
-def _warn(guard: Guard, number: int, result: StepResult) -> None:
+def _warn(guard: DivergenceMonitor, number: int, result: StepResult) -> None:
     """Where the results of a stream are used."""
-    if warning := guard.look(number, result.told):
+    if warning := guard.check(number, result.told):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)

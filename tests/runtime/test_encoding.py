@@ -18,8 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.encoding import decode, encode, spec_of, spec_text
-from stageline.runtime.backends.processes.message_shapes import Shape
+from stageline.runtime.backends.processes.encoding import (
+    decode,
+    encode,
+    spec_from_text,
+    spec_to_text,
+)
+from stageline.runtime.backends.processes.message_shapes import ValueSpec
 from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent
@@ -230,13 +235,13 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 def test_a_tree_without_its_leaves_comes_back_from_its_text() -> None:
     value = {"a": Pair(1, [Output(2, (3, Encoding(b=4)))]), 5: OrderedDict(c=(torch.ones(1),))}
     leaves, spec = flatten(value)
-    assert spec_of(spec_text(spec)) == spec
-    assert unflatten(leaves, spec_of(spec_text(spec))) == value
+    assert spec_from_text(spec_to_text(spec)) == spec
+    assert unflatten(leaves, spec_from_text(spec_to_text(spec))) == value
 
 
 def test_a_shape_comes_back_from_its_description() -> None:
-    shape = Shape.of({"a": (torch.ones(2, 3).t(), "text"), "b": Output(None)})
-    found = Shape.from_description(decode(encode(shape.described)))
+    shape = ValueSpec.of({"a": (torch.ones(2, 3).t(), "text"), "b": Output(None)})
+    found = ValueSpec.from_description(decode(encode(shape.description)))
     assert found == shape
 
 

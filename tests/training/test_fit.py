@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,22 @@ def trained(
     return pipe.state_dict(), reports
 
 
+def interrupt(folder: Path, steps: int, stop_after: int) -> None:
+    """Train until the loader raises; as at the end of a program, wait for a background save."""
+    with pytest.raises(Stop):
+        trained(folder, steps, stop_after)
+    for thread in threading.enumerate():
+        if thread.name == "stageline-save":
+            thread.join(60)
+
+
 @pytest.mark.parametrize(
     "stop_after",
     [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), 8],
 )
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
     wanted, _ = trained(None, 13)
-    with pytest.raises(Stop):
-        trained(tmp_path, 13, stop_after)
+    interrupt(tmp_path, 13, stop_after)
     found, _ = trained(tmp_path, 13, ranks=3)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -85,8 +94,7 @@ def test_a_run_that_is_over_is_not_trained_any_further(tmp_path: Path) -> None:
 
 
 def test_each_report_is_one_line_of_the_metrics_also_after_a_stop(tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        trained(tmp_path, 9, stop_after=5)  # saved at step 3, reported at 2 and 4
+    interrupt(tmp_path, 9, stop_after=5)  # saved at step 3, reported at 2 and 4
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 5, "lo')  # what a crash leaves
     _, reports = trained(tmp_path, 9)
@@ -137,8 +145,8 @@ def test_a_line_for_each_tenth_of_the_steps_where_there_is_no_terminal(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (iter([(torch.ones(2, 4), torch.ones(2, 1))]), "the loader gave nothing in epoch 1"),
-        ([], "the loader gave nothing in epoch 0"),
+        (iter([(torch.ones(2, 4), torch.ones(2, 1))]), "the loader yielded no batch in epoch 1"),
+        ([], "the loader yielded no batch in epoch 0"),
         ([torch.ones(2, 4)], r"the loader gave a Tensor, but a batch is a pair"),
     ],
 )
@@ -164,7 +172,7 @@ def test_a_checkpoint_of_ones_own_does_not_say_where_the_data_stood(tmp_path: Pa
     )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     sl.save(tmp_path, pipe, optimizer, step=4)
-    with pytest.raises(sl.CheckpointError, match=r"is not of sl\.fit"):
+    with pytest.raises(sl.CheckpointError, match=r"was not saved by sl\.fit"):
         sl.fit(pipe, [], optimizer, steps=5, folder=tmp_path)
 
 

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
-from stageline.checkpoint import folder as folders
+from stageline.checkpoint import record_file
 from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
@@ -121,7 +121,7 @@ def full_disk(is_full: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_full:
-            patch.setattr("stageline.checkpoint.save.write", write)
+            patch.setattr("stageline.checkpoint.save.write_shard", write)
         yield
 
 
@@ -286,8 +286,8 @@ def flip(path: Path, place: int) -> None:
 
 
 def without_counts(path: Path) -> None:
-    fields = folders.read_record(path) | {"num_steps": None}
-    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
+    fields = record_file.read_record(path) | {"num_steps": None}
+    (path / "checkpoint.json").write_bytes(record_file.record_text(fields))
 
 
 HARM = (
@@ -307,7 +307,7 @@ def failing_read(is_failing: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_failing:
-            patch.setattr("stageline.checkpoint.reading._read", read)
+            patch.setattr("stageline.checkpoint.read_tensors._read", read)
         yield
 
 

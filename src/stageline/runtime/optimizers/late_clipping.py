@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizer, Update
-from stageline.runtime.optimizers.undo import Before, remember, undo
+from stageline.runtime.optimizers.undo import UndoRecord, prepare_undo, undo
 
 Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the model
 
@@ -41,7 +41,7 @@ class LateClipping:
     ) -> None:
         self.own = {stage: each for stage, each in own.items() if each is not None}
         self.numbers, self.max_norm, self.at_work = numbers, max_norm, at_work
-        self.guessed: dict[int, Before] = {}
+        self.guessed: dict[int, UndoRecord] = {}
 
     def norms(self, stages: Iterable[int]) -> Norms:
         return {
@@ -58,7 +58,7 @@ class LateClipping:
             return False
         for stage in stages:
             if stage in self.own:
-                self.guessed[stage] = remember(self.own[stage].optimizer)
+                self.guessed[stage] = prepare_undo(self.own[stage].optimizer)
                 self._step(self.own[stage])
         return True
 

@@ -23,7 +23,7 @@ from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes import packing as wire
 from stageline.runtime.backends.processes.clock import SHIFT
 from stageline.runtime.backends.processes.groups import Place
-from stageline.runtime.backends.processes.message_shapes import Form, Shape
+from stageline.runtime.backends.processes.message_shapes import TensorSpec, ValueSpec
 from stageline.runtime.engine.loop import Moment, Step
 from stageline.runtime.exactness.batch_norm import Seen
 from stageline.runtime.exactness.tied_weights import TiedWeights
@@ -309,7 +309,7 @@ class Group:
         others = self.replicas or self.place.siblings
         if others is None:
             return own
-        found = exchange.gathered(own, others)
+        found = exchange.gather(own, others)
         numbers = sorted({number for seen in found for number in seen})
         joined = {n: [pair for seen in found for pair in seen.get(n, [])] for n in numbers}
         if self.place.siblings is None:
@@ -376,10 +376,10 @@ class Group:
 
     @together("the output")
     def output(self, made: Any) -> Any:
-        described = Shape.of(made).described if self.rank == self.last else None
-        shape = Shape.from_description(exchange.broadcast(described, self.last, self.group))
+        described = ValueSpec.of(made).description if self.rank == self.last else None
+        shape = ValueSpec.from_description(exchange.broadcast(described, self.last, self.group))
         tensors = trees.tensors(made) if self.rank == self.last else []
-        return shape.around(self._broadcast(tensors, shape.forms, self.last))
+        return shape.rebuild(self._broadcast(tensors, shape.tensor_specs, self.last))
 
     @together("a trace")
     def moments(self, own: Moments) -> Moments:
@@ -408,7 +408,7 @@ class Group:
                 if all(are_hooked.values()):
                     self._share_apart(double, tied.apart, homes[number])
                     continue
-                forms = [Form.of(double)]
+                forms = [TensorSpec.of(double)]
                 gradient = self._broadcast([double.grad], forms, homes[number])[0]
                 if not double.is_meta:  # it is used here as well
                     double.grad = gradient
@@ -419,7 +419,7 @@ class Group:
         """Gradients of a double by micro-batch, of a weight with hooks."""
         for microbatch in range(self.num_microbatches):
             own = apart.get(double, {}).get(microbatch)
-            gradient = self._broadcast([own], [Form.of(double)], home)[0]
+            gradient = self._broadcast([own], [TensorSpec.of(double)], home)[0]
             if not double.is_meta and gradient is not None:
                 apart.setdefault(double, {})[microbatch] = gradient
 
@@ -427,7 +427,7 @@ class Group:
     def share_state(self, modules: Iterable[nn.Module], homes: Sequence[int]) -> None:
         for module, home in zip(modules, homes, strict=True):
             tensors = [*module.parameters(), *module.buffers()]
-            forms = [Form.of(tensor) for tensor in tensors]
+            forms = [TensorSpec.of(tensor) for tensor in tensors]
             for tensor, found in zip(tensors, self._broadcast(tensors, forms, home), strict=True):
                 if home != self.rank and found is not None:
                     tensor.data.copy_(found.detach())
@@ -437,7 +437,7 @@ class Group:
         for weight, uses in tied.by_weight:
             ranks = [homes[number] for number, _ in uses]
             if len(set(ranks)) > 1:
-                found = self._broadcast([weight], [Form.of(weight)], ranks[0])[0]
+                found = self._broadcast([weight], [TensorSpec.of(weight)], ranks[0])[0]
                 if not weight.is_meta and found is not None:
                     weight.data.copy_(found)
 
@@ -465,21 +465,21 @@ class Group:
 
     @together("a plan")
     def _from_all(self, own: tuple[T | None, str]) -> list[tuple[T | None, str]]:
-        return exchange.gathered(own, self.place.everyone)
+        return exchange.gather(own, self.place.everyone)
 
     @together("layers that move")
     def passed(self, tree: Any, source: int, target: int) -> Any:
         if self.rank == source:
-            shape = Shape.of(tree)
-            exchange.send(shape.described, target, self.group)
-            buffer = wire.Packing.of(shape.forms).pack(trees.tensors(tree))
+            shape = ValueSpec.of(tree)
+            exchange.send(shape.description, target, self.group)
+            buffer = wire.Packing.of(shape.tensor_specs).pack(trees.tensors(tree))
             dist.send(buffer, self._global(target), self.group)
             return None
-        shape = Shape.from_description(exchange.receive(source, self.group))
-        packing = wire.Packing.of(shape.forms)
+        shape = ValueSpec.from_description(exchange.receive(source, self.group))
+        packing = wire.Packing.of(shape.tensor_specs)
         buffer = packing.empty()
         dist.recv(buffer, self._global(source), self.group)
-        return shape.around(packing.unpack(buffer)[0])
+        return shape.rebuild(packing.unpack(buffer)[0])
 
     @together("the weights of a stage")
     def share_with_siblings(self, tensors: Iterable[Tensor]) -> None:
@@ -493,7 +493,7 @@ class Group:
         try:
             yield
         except Exception as error:
-            self.place.watch.note(error)
+            self.place.watch.note_user_error(error)
             raise
 
     @property
@@ -507,10 +507,10 @@ class Group:
 
     def _gathered(self, own: T) -> list[T]:
         """By rank, what each of them has."""
-        return exchange.gathered(own, self.group)
+        return exchange.gather(own, self.group)
 
     def _broadcast(
-        self, tensors: Sequence[Tensor | None], forms: Sequence[Form], source: int
+        self, tensors: Sequence[Tensor | None], forms: Sequence[TensorSpec], source: int
     ) -> list[Tensor | None]:
         is_here = source == self.rank
         packing = wire.Packing.of(forms)

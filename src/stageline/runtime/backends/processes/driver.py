@@ -30,10 +30,10 @@ from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.backends.processes import packing as wire
 from stageline.runtime.backends.processes.encoding import encode
-from stageline.runtime.backends.processes.exchange import as_tensor, from_tensor
+from stageline.runtime.backends.processes.exchange import bytes_to_tensor, decode_tensor
+from stageline.runtime.backends.processes.failure_watch import FailureWatch
 from stageline.runtime.backends.processes.groups import Place
-from stageline.runtime.backends.processes.message_shapes import Form, Shape, value_shapes
-from stageline.runtime.backends.processes.watch import Watch
+from stageline.runtime.backends.processes.message_shapes import TensorSpec, ValueSpec, predict_specs
 from stageline.runtime.backends.threads import Running, failure_text, segments_to_drain
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Executor, Message, Parcel, Step, Stream
@@ -52,12 +52,12 @@ class Layout:
 
     is_forward: bool
     values: tuple[Value, ...]
-    shapes: tuple[Shape, ...] | None  # None: they depend on data
+    shapes: tuple[ValueSpec, ...] | None  # None: they depend on data
 
     @cached_property
     def packing(self) -> wire.Packing:
         assert self.shapes is not None
-        forms = wire.values_forms(self.shapes)
+        forms = wire.specs_of_values(self.shapes)
         return wire.Packing.of(forms if self.is_forward else list(map(_of_gradient, forms)))
 
     @cached_property
@@ -65,7 +65,7 @@ class Layout:
         """One tensor that is not in a tree: that is most messages."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        return self.shapes[0].tree.type is None and len(self.shapes[0].forms) == 1
+        return self.shapes[0].tree.type is None and len(self.shapes[0].tensor_specs) == 1
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
@@ -76,7 +76,7 @@ class Layout:
             if isinstance(content, Tensor):
                 return [content]
         if self.is_forward:
-            return list(wire.values_tensors(contents, self.values, self.shapes))
+            return list(wire.tensors_of_values(contents, self.values, self.shapes))
         return [tensor for value in self.values for tensor in contents[value]]
 
     def places(self, contents: Mapping[Value, Any]) -> list[tuple[Value, int]]:
@@ -92,10 +92,10 @@ class Layout:
         if self.is_lone:
             return {self.values[0]: tensors[0] if self.is_forward else list(tensors)}
         if self.is_forward:
-            return wire.values_again(tensors, self.values, self.shapes)
+            return wire.rebuild_values(tensors, self.values, self.shapes)
         rest = iter(tensors)
         return {
-            value: [next(rest) for _ in shape.forms]
+            value: [next(rest) for _ in shape.tensor_specs]
             for value, shape in zip(self.values, self.shapes, strict=True)
         }
 
@@ -103,7 +103,7 @@ class Layout:
 Way = tuple[int, Layout]  # to or from which rank a message goes, and what it holds
 
 
-def _of_gradient(form: Form) -> Form:
+def _of_gradient(form: TensorSpec) -> TensorSpec:
     """What has no gradient takes no room."""
     has_gradient = form.dtype.is_floating_point or form.dtype.is_complex
     return form if has_gradient else form._replace(shape=(0,), stride=(1,))
@@ -164,7 +164,7 @@ class Incoming:
         self._receive(length, peer)
         header = torch.empty(int(length), dtype=torch.uint8)
         self._receive(header, peer)
-        shapes = tuple(map(Shape.from_description, from_tensor(header)))
+        shapes = tuple(map(ValueSpec.from_description, decode_tensor(header)))
         layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
@@ -220,8 +220,8 @@ class Outgoing:
             aliased = [i for i, mark in enumerate(marks) if mark & Mark.ALIASED]
         if layout.shapes is None:
             layout = replace(layout, shapes=_actual_shapes(layout, contents))
-            described = tuple(shape.described for shape in layout.shapes or ())
-            header = as_tensor(encode(described))
+            described = tuple(shape.description for shape in layout.shapes or ())
+            header = bytes_to_tensor(encode(described))
             self._post(peer, torch.tensor([len(header)]), UNKNOWN)
             self._post(peer, header, UNKNOWN)
             self._post(peer, layout.packing.pack(tensors, aliased), UNKNOWN)
@@ -254,12 +254,12 @@ class Outgoing:
                 del items[0]
 
 
-def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[Shape, ...]:
+def _actual_shapes(layout: Layout, contents: Mapping[Value, Any]) -> tuple[ValueSpec, ...]:
     """Of a message whose form depends on data; a gradient has that of its value."""
     if layout.is_forward:
-        return tuple(Shape.of(contents[value]) for value in layout.values)
+        return tuple(ValueSpec.of(contents[value]) for value in layout.values)
     return tuple(
-        Shape.of([torch.empty(0) if t is None else t for t in contents[value]])
+        ValueSpec.of([torch.empty(0) if t is None else t for t in contents[value]])
         for value in layout.values
     )
 
@@ -279,17 +279,17 @@ class Processes:
         self.device, self.limit, self.reduce = device, limit, reduce
         self.rank = dist.get_rank(place.pipeline)
         self.incoming, self.outgoing = Incoming(place, limit), Outgoing(place)
-        self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
+        self.shapes: dict[object, dict[Value, ValueSpec]] = {}  # by all that they depend on
         self.known: dict[object, dict[Action, Way]] = {}  # of the last batch
         self.watch = place.watch
-        self.at = self.watch.at
+        self.at = self.watch.position
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
         self.end = weakref.finalize(self, _end, self.watch, self.outgoing)
 
     def start(self, executor: Executor, stream: Stream) -> Running:
         self.check()
-        self.watch.notice = ""
+        self.watch.user_error = ""
         return OneRank(self, executor, stream)
 
     def check(self) -> None:
@@ -324,7 +324,7 @@ class Processes:
         except StageError:
             raise
         except BaseException as error:
-            told = self.watch.tell(failure_text(executor, stream, self.rank, error))
+            told = self.watch.report_failure(failure_text(executor, stream, self.rank, error))
             raise self._failed(told) from error
 
     @contextmanager
@@ -349,7 +349,7 @@ class Processes:
         except BaseException as error:
             # others are in the middle of it too, so nothing that follows would fit together
             self._failed(
-                self.watch.tell(
+                self.watch.report_failure(
                     f"{self.watch.name} was interrupted while all ranks shared {what}\n"
                     f"  {type(error).__name__}: {error}"
                 )
@@ -373,9 +373,9 @@ class Processes:
         )
 
     def _overdue(self, need: Action) -> str:
-        return self.watch.tell(
+        return self.watch.report_failure(
             f"{self.watch.name} has waited {self.limit:g} s for {need}, longer than it should"
-            f"{self.watch.silent_ranks()}{self.watch.positions()}"
+            f"{self.watch.describe_silent_ranks()}{self.watch.describe_positions()}"
         )
 
     def ways(self, executor: Executor, step: Step) -> dict[Action, Way]:
@@ -396,9 +396,9 @@ class Processes:
     ) -> dict[Action, Way]:
         for form, inputs in zip(forms, step.inputs, strict=True):
             if (form, training, step.ambient) not in self.shapes:
-                found = value_shapes(executor.layers, inputs, step.ambient)
-                self.shapes[form, training, step.ambient] = found.shapes
-                self.at.unforeseen = found.end
+                found = predict_specs(executor.layers, inputs, step.ambient)
+                self.shapes[form, training, step.ambient] = found.specs
+                self.at.unpredictable_from = found.unpredictable_from
         layouts: dict[object, Layout] = {}
         ways = {}
         home = executor.period.routes.home
@@ -417,7 +417,7 @@ class Processes:
         self.end()
 
 
-def _layout(executor: Executor, send: Action, known: Mapping[Value, Shape]) -> Layout:
+def _layout(executor: Executor, send: Action, known: Mapping[Value, ValueSpec]) -> Layout:
     is_forward = send.kind is Kind.SEND_F
     values = executor.parcels[send]
     is_known = all(value in known for value in values)
@@ -430,12 +430,12 @@ def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(
         (name, value.shape, value.dtype, value.stride(), value.requires_grad)
         if isinstance(value, Tensor)
-        else (name, repr(Shape.of(value)), tuple(t.requires_grad for t in trees.tensors(value)))
+        else (name, repr(ValueSpec.of(value)), tuple(t.requires_grad for t in trees.tensors(value)))
         for name, value in sorted(inputs.items())
     )
 
 
-def _end(watch: Watch, outgoing: Outgoing) -> None:
+def _end(watch: FailureWatch, outgoing: Outgoing) -> None:
     watch.leave()
     outgoing.close()
 

@@ -1,14 +1,14 @@
-"""Tensors in safetensors files, one for each process, with a checksum for each tensor.
+"""Write tensors to safetensors files, one per process, with a checksum for each tensor.
 
     checkpoint.json ── checksum of each file's header ── checksum of each tensor in it
 
-So nothing of a file is believed that was not written by `sl.save`, and a process reads only the
-tensors that it needs. Nothing in these files is ever executed. Tensors that several processes hold
-together, DTensors, are written in pieces and read as the reader has them.
+So nothing is read that `sl.save` did not write, and a process reads only the tensors it needs.
+Nothing in these files is ever executed. Each process writes its own parts of a DTensor; a process
+that reads it may have other parts.
 
-The checksum is CRC-32. It sees every flipped bit and every run of damage of up to 32 bits, and
-misses one in 4 billion of all other damage; against people who mean harm it is no help. On one core
-of an EPYC, for 300 MB of random bytes: crc32 3.3 GB/s, sha256 1.7, blake2b 0.8.
+The checksum is CRC-32. It detects every flipped bit and every burst of damage of up to 32 bits, and
+misses one in 4 billion of all other kinds of damage; it does not protect against an attacker. On
+one core of an EPYC, for 300 MB of random bytes: crc32 3.3 GB/s, sha256 1.7, blake2b 0.8.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -29,7 +30,7 @@ from torch import Tensor
 from stageline.errors import CheckpointError
 from stageline.runtime.backends.processes.collectives import local
 
-# as the format spells them
+# by their names in the safetensors format
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -58,15 +59,15 @@ Checksum = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 
 
-class Form(NamedTuple):
-    """What a tensor looks like."""
+class TensorType(NamedTuple):
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
-        return Form(tuple(tensor.shape), tensor.dtype)
+    def of(tensor: Tensor) -> TensorType:
+        return TensorType(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
@@ -80,11 +81,11 @@ class Form(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor, or the part of it that this process holds, as a file takes it."""
+    """A tensor, or the part of a DTensor that this process has, ready to be written."""
 
     tensor: Tensor  # on the CPU, contiguous
-    offset: tuple[int, ...]  # of this part in the whole
-    whole: tuple[int, ...]  # the shape of the whole
+    offset: tuple[int, ...]  # of this part in the whole tensor
+    whole: tuple[int, ...]  # the shape of the whole tensor
 
     @property
     def bytes(self) -> memoryview:
@@ -92,28 +93,32 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class File:
-    """What the record of a checkpoint says of one of its files."""
+class ShardFile:
+    """The entry of a file in the checkpoint's record."""
 
     name: Annotated[str, Field(pattern=r"^shard-\d{5,9}\.safetensors$")]
     num_bytes: Size
-    header_bytes: Size  # with the 8 that are its length
-    crc32: Checksum  # of these
+    header_bytes: Size  # including the 8 bytes of its length
+    crc32: Checksum  # of the header
 
 
-def pieces_of(tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Piece]:
-    """Return what this process holds of each, on the CPU; `copy` is for a save in background."""
+def shard_name(process: int) -> str:
+    return f"shard-{process + 1:05d}.safetensors"
+
+
+def local_pieces(tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Piece]:
+    """Return this process's part of each tensor on the CPU; background saves need a `copy`."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.dtype not in CODES:
             raise CheckpointError(
-                f"{name} is {tensor.layout} of {tensor.dtype}, but a checkpoint holds dense "
+                f"{name} is {tensor.layout} of {tensor.dtype}, but a checkpoint stores dense "
                 f"tensors of {', '.join(DTYPES)}: convert it, or keep it out of the state"
             )
-        offset, shape = region_of(tensor)
+        offset, shape = local_region(tensor)
         if prod(shape) == 0 and tensor.numel():
-            continue  # others hold all of it
-        held = local(tensor.detach())
+            continue  # other processes have all of it
+        held = local_part(tensor)
         here = held.resolve_conj().resolve_neg().to("cpu").contiguous()
         if copy and here.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
             here = here.clone()
@@ -121,14 +126,16 @@ def pieces_of(tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str,
     return found
 
 
-def write(path: Path, pieces: Mapping[str, Piece], *, is_plain: bool = False) -> dict[str, Any]:
-    """Write a file, and return the fields of its `File`; a plain one is for other programs."""
-    forms = {name: Form.of(piece.tensor) for name, piece in pieces.items()}
+def write_shard(
+    path: Path, pieces: Mapping[str, Piece], *, is_plain: bool = False
+) -> dict[str, Any]:
+    """Write a file and return the fields of its `ShardFile`; a plain one has no checksums."""
+    types = {name: TensorType.of(piece.tensor) for name, piece in pieces.items()}
     own = {
         name: {"crc32": zlib.crc32(piece.bytes), "offset": piece.offset, "whole": piece.whole}
         for name, piece in (() if is_plain else pieces.items())
     }
-    header, starts = header_of(forms, own)
+    header, starts = make_header(types, own)
     with path.open("xb") as file:
         file.write(header)
         for name in starts:
@@ -144,15 +151,29 @@ def write(path: Path, pieces: Mapping[str, Piece], *, is_plain: bool = False) ->
     }
 
 
-def check_all_there(folder: Path, files: Iterable[File]) -> None:
-    """Raise unless this process sees the files as those who wrote them do."""
+def check_visible(folder: Path, files: Iterable[ShardFile]) -> None:
+    """Raise unless this process sees the files that other processes wrote."""
     for file in files:
         path = folder / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
             raise CheckpointError(
-                f"{str(folder)!r} has no whole {file.name} where the first process looks, but "
-                "another one wrote it: write to a folder that all processes share"
+                f"the first process does not see a complete {file.name} in {str(folder)!r}, which "
+                "another process wrote: write to a folder that all processes share"
             )
+
+
+@contextmanager
+def convert_write_errors(path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` for errors of the file system while `path` is written."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise CheckpointError(
+            f"{str(path)!r} could not be written: {type(error).__name__}: {error}; existing "
+            "files were not changed: free some space, or write to another place"
+        ) from error
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -160,29 +181,22 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-def refusal(folder: Path, cause: BaseException, where: str = "") -> CheckpointError:
-    return CheckpointError(
-        f"{where}{str(folder)!r} could not be written to: {type(cause).__name__}: {cause}; what "
-        "was there before is as it was: make room, or write elsewhere"
-    )
-
-
-def header_of(
-    forms: Mapping[str, Form], own: Mapping[str, Mapping[str, object]]
+def make_header(
+    types: Mapping[str, TensorType], own: Mapping[str, Mapping[str, object]]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return it and, in the order of the file, where each tensor starts behind it.
+    """Return the header and the offset of each tensor behind it, in the order of the file.
 
-    Large elements come first, so that all of them are aligned.
+    Tensors with large elements come first, so that all of them are aligned.
     """
     starts: dict[str, int] = {}
     metadata = {"format": "pt"} | ({OWN: json.dumps(own)} if own else {})
     fields: dict[str, object] = {METADATA: metadata}
     end = 0
-    for name in sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name)):
-        starts[name], end = end, end + forms[name].num_bytes
+    for name in sorted(types, key=lambda name: (-types[name].dtype.itemsize, name)):
+        starts[name], end = end, end + types[name].num_bytes
         fields[name] = {
-            "dtype": CODES[forms[name].dtype],
-            "shape": forms[name].shape,
+            "dtype": CODES[types[name].dtype],
+            "shape": types[name].shape,
             "data_offsets": (starts[name], end),
         }
     text = json.dumps(fields).encode()
@@ -190,12 +204,19 @@ def header_of(
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset and shape of what this process holds of a tensor."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, or all of another tensor, detached."""
+    return local(tensor.detach())
+
+
+def local_region(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and shape of this process's part of a tensor."""
     if not hasattr(tensor, "__create_chunk_list__"):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     try:
         (chunk,) = tensor.__create_chunk_list__()
-    except RuntimeError as error:  # sums that are not summed up yet
-        raise CheckpointError(f"a tensor of {tuple(tensor.shape)} has no parts: {error}") from error
+    except RuntimeError as error:  # for instance a DTensor with pending partial sums
+        raise CheckpointError(
+            f"a DTensor of shape {tuple(tensor.shape)} cannot be saved in parts: {error}"
+        ) from error
     return tuple(chunk.offsets), tuple(chunk.sizes)
