@@ -338,7 +338,10 @@ def nothing_there(path: Path) -> None:
         (foreign, "is damaged: it has .* bytes instead of"),
         (of_another_program, "is damaged: it has .* bytes instead of"),
         (without_its_tensors, "is damaged: .*No such file"),
-        (record_without_a_seed, "checkpoint.json' is damaged: its field seed is invalid: field required"),
+        (
+            record_without_a_seed,
+            "checkpoint.json' is damaged: its field seed is invalid: field required",
+        ),
         (record_of_another, "checkpoint.json' cannot be read: it is damaged or was not written"),
         (record_cut_short, "checkpoint.json' cannot be read: it is damaged: .* instead of"),
         (nothing_there, "has no checkpoint to load"),
@@ -376,7 +379,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Path) -> None
             model(blocks=4),
             "lacks 4.0.bias, 4.0.weight, .* and has the additional 4.bias, 4.num_batches_tracked, .*",
         ),
-        (model(blocks=2), "lacks 3.bias, .* and 3 more and has the additional 3.0.bias, .* and 7 more, but"),
+        (
+            model(blocks=2),
+            "lacks 3.bias, .* and 3 more and has the additional 3.0.bias, .* and 7 more, but",
+        ),
         (model(width=6), r"0.weight is float32 \(11, 8\) instead of float32 \(11, 6\).* more: "),
         (model().double(), r"0.weight is float32 \(11, 8\) instead of float64 \(11, 8\)"),
     ],
@@ -394,7 +400,10 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved: Path, tmp_path: Path) 
     assert_refused(saved, pipe, SGD, "was saved with AdamW, but the optimizer is SGD: use AdamW")
     some = list(pipe.parameters())[2:]
     assert_refused(
-        saved, pipe, lambda *_: AdamW(some), "has the additional 0.weight, 1.0.weight, but the optimizer's"
+        saved,
+        pipe,
+        lambda *_: AdamW(some),
+        "has the additional 0.weight, 1.0.weight, but the optimizer's",
     )
     sl.save(tmp_path / "alone", pipe, step=1)
     assert_refused(tmp_path / "alone", pipe, AdamW, "lacks 0.weight.*or load without an optimizer")

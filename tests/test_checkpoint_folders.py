@@ -99,7 +99,9 @@ def test_the_name_of_a_checkpoint_that_is_taken_is_told_before_anything_is_writt
         (taken / "mine.txt").write_text("mine")
     else:
         taken.symlink_to("nothing")
-    with pytest.raises(sl.CheckpointError, match=r"exists and is not a checkpoint: move it elsewhere"):
+    with pytest.raises(
+        sl.CheckpointError, match=r"exists and is not a checkpoint: move it elsewhere"
+    ):
         sl.save(tmp_path, pipe, step=1)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -227,7 +229,9 @@ def test_a_full_disk_in_any_phase_leaves_what_was_there(
         if phase == 4:  # there are four
             sl.save(tmp_path, pipe, step=2)
         else:
-            with pytest.raises(sl.CheckpointError, match=r"No space left on device.*free some space"):
+            with pytest.raises(
+                sl.CheckpointError, match=r"No space left on device.*free some space"
+            ):
                 sl.save(tmp_path, pipe, step=2)
     whole = ["step-00000001", "step-00000002"] if phase >= 3 else ["step-00000001"]
     assert names(tmp_path) == whole

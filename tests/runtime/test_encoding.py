@@ -184,7 +184,7 @@ REFUSED: list[tuple[Any, str]] = [
     (defaultdict(lambda: 0), "a function cannot be sent"),
     (torch.empty(2, device="meta"), "plain dense tensors"),
     (torch.eye(2).to_sparse(), "plain dense tensors"),
-    (np.str_("x"), "numbers can"),
+    (np.str_("x"), "send a number"),
     (range(3), "a range cannot be sent"),
 ]
 
@@ -201,13 +201,13 @@ def message(spec: Any, leaves: list[Any]) -> bytes:
 
 
 FORGED: list[tuple[Any, list[Any], str]] = [
-    (["subprocess:Popen", None, [0]], ["x"], "no container"),
-    (["os:system", None, [0]], ["true"], "no container"),
-    (["builtins:eval", None, [0]], ["1"], "no container"),
+    (["subprocess:Popen", None, [0]], ["x"], "not a container"),
+    (["os:system", None, [0]], ["true"], "not a container"),
+    (["builtins:eval", None, [0]], ["1"], "not a container"),
     (["antigravity:Any", None, []], [], "antigravity is not imported"),
-    ([f"{__name__}:Colour", None, [0]], [1], "no container"),
-    (0, [["enum", "subprocess:Popen", "x"]], "no Enum"),
-    (0, [["flag", f"{__name__}:Colour", "red"]], "no container and no Enum"),
+    ([f"{__name__}:Colour", None, [0]], [1], "not a container"),
+    (0, [["enum", "subprocess:Popen", "x"]], "or Enum"),
+    (0, [["flag", f"{__name__}:Colour", "red"]], "not a container or Enum"),
     (0, [["factory", "eval"]], "KeyError"),
     (0, [["dtype", "load"]], "torch has no dtype"),
     (0, [["unknown", 1]], "KeyError"),

@@ -165,7 +165,7 @@ class _TensorBytes:
         reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
         size = count * kind.itemsize
         if min((0, *shape, *stride)) < 0 or size > len(self.rest) or (count and reach > count):
-            raise ValueError(f"a tensor of shape {shape} exceeds the bytes received")
+            raise ValueError(f"a tensor of shape {shape} does not fit the bytes received")
         found = torch.empty_strided(shape, stride, dtype=kind)
         if count:
             raw = torch.frombuffer(bytearray(self.rest[:size]), dtype=torch.uint8)
