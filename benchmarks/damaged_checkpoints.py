@@ -40,6 +40,7 @@ from benchmarks.damage import KINDS, Damage, seal
 
 import stageline as sl
 from stageline.checkpoint import read_tensors, record_file, write_tensors
+from stageline.checkpoint.pipeline_state import schedulers_of
 from stageline.zoo.gpt import Head, loss
 
 SECONDS, BYTES = 5.0, 2**30  # that no damaged checkpoint may take
@@ -107,7 +108,7 @@ def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
             found |= {f"{number} group {index} {key}": value for key, value in group.items()}
         for index, kept in state["state"].items():
             found |= {f"{number} state {index} {key}": value for key, value in kept.items()}
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(schedulers_of(pipe)):
         for key, value in deepcopy(scheduler.state_dict()).items():
             found[f"{number} scheduler {key}"] = value
     return found
@@ -161,7 +162,7 @@ def restore(subject: Subject) -> None:
                     group[key] = deepcopy(subject.before[name])
                 else:
                     del group[key]
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(schedulers_of(pipe)):
         for key in scheduler.state_dict():
             if f"{number} scheduler {key}" not in subject.before:
                 delattr(scheduler, key)

@@ -661,7 +661,9 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_o
     )
     layers = noisy()
     pipe = build(layers, backend=backend, scheduler=warm_up, **shared, **RULES[rule])
-    message = f"^step {when}: gradients are not finite on stages 0, 1, 2, where the step was skipped"
+    message = (
+        f"^step {when}: gradients are not finite on stages 0, 1, 2, where the step was skipped"
+    )
     with pytest.warns(RuntimeWarning, match=message) as told:
         results = list(pipe.run(data))
     assert len(told) == 1

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
 from stageline.checkpoint import record_file
+from stageline.checkpoint.pipeline_state import schedulers_of
 from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
@@ -267,7 +268,7 @@ def everything(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Any]:
         found |= {f"{number} {i}": group for i, group in enumerate(state["param_groups"])}
         for index, kept in state["state"].items():
             found |= {f"{number} {index} {key}": value for key, value in kept.items()}
-    for scheduler in pipe.stepper.schedulers if pipe.stepper else ():
+    for scheduler in schedulers_of(pipe):
         found["scheduler"] = deepcopy(scheduler.state_dict())
     return found
 

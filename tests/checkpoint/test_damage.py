@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each loads exactly what was saved, or is refused and changes nothing.
+"""A damaged checkpoint loads exactly what was saved, or is refused and changes nothing.
 
 benchmarks/damaged_checkpoints.py has many more kinds of damage, and 10,000 cases.
 """
@@ -10,7 +10,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +17,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.test_checkpoint import pipeline, train
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim import lr_scheduler as schedules
-from torch.optim.lr_scheduler import LRScheduler
+from tests.checkpoint.pipelines import (
+    assert_same,
+    everything,
+    pipeline,
+    train,
+)
+from torch.optim import AdamW, Optimizer
 
 import stageline as sl
 from stageline.checkpoint import read_tensors, record_file
 
-Everything = dict[str, Any]
 RECORD = "checkpoint.json"
-
-
-def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
-    """Return copies of all that a load may change."""
-    found: Everything = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe.seed]}
-    for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
-        state = deepcopy(each.state_dict())
-        for index, group in enumerate(state["param_groups"]):
-            found |= {f"{number} group {index} {key}": value for key, value in group.items()}
-        for index, kept in state["state"].items():
-            found |= {f"{number} state {index} {key}": value for key, value in kept.items()}
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
-        found[f"scheduler {number}"] = deepcopy(scheduler.state_dict())
-    return found
-
-
-def assert_same(found: Everything, wanted: Everything) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        if isinstance(value, Tensor):
-            assert torch.equal(value, wanted[name]), name
-        else:
-            assert value == wanted[name], name
 
 
 class Saved:
@@ -110,29 +86,29 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def one_of_all(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     torch.set_num_threads(1)
     return Saved(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
-def saved(one_of_all: Saved) -> Iterator[Saved]:
-    yield one_of_all
-    one_of_all.put_back()
+def saved(shared_checkpoint: Saved) -> Iterator[Saved]:
+    yield shared_checkpoint
+    shared_checkpoint.put_back()
 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_a_flipped_bit_anywhere_is_seen(one_of_all: Saved, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(one_of_all.files)))
-    damaged = bytearray(one_of_all.files[name])
+def test_any_flipped_bit_is_detected(shared_checkpoint: Saved, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(shared_checkpoint.files)))
+    damaged = bytearray(shared_checkpoint.files[name])
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    (one_of_all.path / name).write_bytes(damaged)
-    one_of_all.assert_refused()
-    one_of_all.put_back()
+    (shared_checkpoint.path / name).write_bytes(damaged)
+    shared_checkpoint.assert_refused()
+    shared_checkpoint.put_back()
 
 
-def test_a_flipped_bit_in_each_of_its_tensors_is_seen(saved: Saved) -> None:
+def test_flipped_bit_in_each_tensor_is_detected(saved: Saved) -> None:
     name = "shard-00001.safetensors"
     length = 8 + int.from_bytes(saved.files[name][:8], "little")
     header = json.loads(saved.files[name][8:length])
@@ -145,7 +121,7 @@ def test_a_flipped_bit_in_each_of_its_tensors_is_seen(saved: Saved) -> None:
             saved.assert_refused("the checksum of bytes .* does not match")
 
 
-def test_what_was_saved_is_loaded_to_the_last_bit(saved: Saved) -> None:
+def test_load_is_bit_identical(saved: Saved) -> None:
     pipe, optimizer = Saved.made(init=5)
     train(pipe, optimizer, range(3))
     assert sl.load(saved.path, pipe, optimizer) == (2, {"seen": (18, None), 3: [1]})
@@ -190,7 +166,7 @@ def test_what_was_saved_is_loaded_to_the_last_bit(saved: Saved) -> None:
         (lambda r: r["files"].clear(), "lacks 0.weight"),
     ],
 )
-def test_a_record_that_cannot_be_is_refused_though_its_checksum_fits(
+def test_invalid_record_with_a_valid_checksum_is_refused(
     saved: Saved, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     saved.record(change)
@@ -219,14 +195,14 @@ MOMENT = "optimizer.1.0.weight.exp_avg"
         (lambda h, _: h["random.cpu"].update(dtype="I8"), "has int8 .* for random.cpu"),
     ],
 )
-def test_a_header_that_cannot_be_is_refused_though_its_checksum_fits(
+def test_invalid_header_with_a_valid_checksum_is_refused(
     saved: Saved, change: Callable[[dict[str, Any], dict[str, Any]], Any], message: str
 ) -> None:
     saved.header(change)
     saved.assert_refused(message)
 
 
-def test_a_state_of_terabytes_takes_no_memory(saved: Saved) -> None:
+def test_huge_optimizer_state_is_refused_without_allocating_it(saved: Saved) -> None:
     """The file is as long as that, but full of holes, and its checksums fit."""
     size = 2**40
     path = saved.path / "shard-00001.safetensors"
@@ -246,7 +222,7 @@ def test_a_state_of_terabytes_takes_no_memory(saved: Saved) -> None:
     )
 
 
-def test_a_random_state_that_is_none_changes_nothing(saved: Saved) -> None:
+def test_invalid_random_state_is_refused(saved: Saved) -> None:
     path = saved.path / "shard-00001.safetensors"
     data = bytearray(path.read_bytes())
     length = 8 + int.from_bytes(data[:8], "little")
@@ -259,7 +235,7 @@ def test_a_random_state_that_is_none_changes_nothing(saved: Saved) -> None:
     saved.assert_refused("random.cpu is not the state of a generator")
 
 
-def test_the_first_format_is_refused_by_name(saved: Saved) -> None:
+def test_other_format_versions_are_refused(saved: Saved) -> None:
     (saved.path / RECORD).write_text('{\n "stageline_checkpoint": 1,\n "number": 1\n}')
     saved.assert_refused("it has format 1, but this version of Stageline reads format 2")
     text = saved.files[RECORD].replace(b'checkpoint": 2', b'checkpoint": 3')
@@ -269,7 +245,9 @@ def test_the_first_format_is_refused_by_name(saved: Saved) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop", "nothing"])
 @pytest.mark.parametrize("name", [RECORD, "shard-00001.safetensors"])
-def test_what_is_no_file_is_refused(saved: Saved, name: str, kind: str) -> None:
+def test_folders_pipes_devices_and_dangling_links_are_refused(
+    saved: Saved, name: str, kind: str
+) -> None:
     path = saved.path / name
     path.unlink()
     if kind == "folder":
@@ -281,7 +259,7 @@ def test_what_is_no_file_is_refused(saved: Saved, name: str, kind: str) -> None:
     saved.assert_refused()
 
 
-def test_a_link_to_a_whole_file_is_as_good(saved: Saved) -> None:
+def test_link_to_a_complete_file_is_accepted(saved: Saved) -> None:
     path = saved.path / "shard-00001.safetensors"
     path.symlink_to(path.rename(saved.path / "elsewhere").name)
     pipe, optimizer = Saved.made(init=5)
@@ -302,7 +280,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 1000, 2**28])
-def test_a_disk_that_fails_while_checksums_are_compared_changes_nothing(
+def test_disk_error_while_verifying_changes_nothing(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     monkeypatch.setattr(read_tensors, "MAX_CACHED", held)
@@ -313,7 +291,7 @@ def test_a_disk_that_fails_while_checksums_are_compared_changes_nothing(
 
 
 @pytest.mark.parametrize("held", [0, 1000])
-def test_what_is_too_large_to_be_kept_is_read_twice_with_the_same_bits(
+def test_tensors_beyond_the_cache_are_read_twice(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     monkeypatch.setattr(read_tensors, "MAX_CACHED", held)
@@ -326,11 +304,11 @@ def test_what_is_too_large_to_be_kept_is_read_twice_with_the_same_bits(
     assert_same(everything(pipe, optimizer), saved.right)
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_loaded_changes_nothing_or_all(
+def test_checkpoint_deleted_during_load_changes_nothing_or_everything(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `keep` of a training that goes on does to an evaluation."""
-    for name, is_late in (("stored_tensors", False), ("TensorReader", False), ("_apply", True)):
+    for name, is_applied in (("stored_tensors", False), ("TensorReader", False), ("_apply", True)):
         module = "stageline.checkpoint.load"
         with monkeypatch.context() as patch:
             works = getattr(sl.checkpoint.load, name)
@@ -340,200 +318,10 @@ def test_a_checkpoint_that_is_deleted_while_it_is_loaded_changes_nothing_or_all(
                 return works(*args)
 
             patch.setattr(f"{module}.{name}", vanish)
-            if is_late:
+            if is_applied:
                 sl.load(saved.path, *(made := Saved.made(init=5)))
                 assert_same(everything(*made), saved.right)
             else:
                 saved.assert_refused("No such file")
         saved.path.mkdir()
         saved.put_back()
-
-
-Make = Callable[[Optimizer], LRScheduler]
-SCHEDULERS: dict[str, Make] = {
-    "milestones": lambda o: schedules.MultiStepLR(o, [2, 5, 5], 0.5),
-    "in a row": lambda o: schedules.SequentialLR(
-        o, [schedules.LinearLR(o, total_iters=2), schedules.MultiStepLR(o, [2, 4])], [2]
-    ),
-    "cycles": lambda o: schedules.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
-    "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
-}
-
-
-def owned(make: Make, *, rate: float | Tensor = 0.1, num_ranks: int = 2) -> sl.Pipeline:
-    def optimizer(weights: list[nn.Parameter]) -> Optimizer:
-        return SGD(weights, rate.clone() if isinstance(rate, Tensor) else rate, momentum=0.9)
-
-    return pipeline(num_ranks, optimizer=optimizer, scheduler=make)
-
-
-def train_owned(pipe: sl.Pipeline, steps: range) -> None:
-    for step in steps:
-        x, y = torch.randint(0, 11, (2, 9, 5), generator=torch.Generator().manual_seed(step))
-        pipe.step(x, y)
-
-
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_schedulers_go_on_as_if_they_had_not_stopped(
-    tmp_path: Path, make: Make, rate: float | Tensor
-) -> None:
-    pipe = owned(make, rate=rate)
-    train_owned(pipe, range(3))
-    sl.save(tmp_path, pipe, step=3)
-    train_owned(pipe, range(3, 8))
-    again = owned(make, rate=rate, num_ranks=3)
-    sl.load(tmp_path, again)
-    train_owned(again, range(3, 8))
-    for name, tensor in pipe.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
-    rates = [each.param_groups[0]["lr"] for each in (*pipe.optimizers, *again.optimizers)]
-    assert len({float(rate) for rate in rates}) == 1
-
-
-class Fussy(schedules.StepLR):
-    """It refuses what it does not like after it has changed itself and the optimizer."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.optimizer.param_groups[0]["lr"] = 7.0
-        if state_dict["gamma"] != 0.5:
-            raise KeyError("gamma")
-
-
-def test_a_scheduler_that_is_another_or_raises_changes_nothing(tmp_path: Path) -> None:
-    pipe = owned(lambda o: schedules.StepLR(o, 2))
-    train_owned(pipe, range(2))
-    sl.save(tmp_path / "step", pipe, step=2)
-    fussy = owned(lambda o: Fussy(o, 2, gamma=0.5))
-    train_owned(fussy, range(3))
-    sl.save(tmp_path / "fussy", fussy, step=3)
-
-    before = everything(fussy, None)
-    with pytest.raises(sl.CheckpointError, match="was saved with StepLR, but the pipeline has Fus"):
-        sl.load(tmp_path / "step", fussy)
-    path = tmp_path / "fussy" / "step-00000003"
-    fields = record_file.read_record(path)
-    for wrong, message in (
-        ({"gamma": 0.25}, "state that Fussy cannot load: KeyError: 'gamma'"),
-        ({"gamma": None}, "has None for the scheduler's state, gamma, which is now 0.5"),
-        ({"base_lrs": [0.1, 0.1]}, "for the scheduler's state, base_lrs"),
-        ({"last_epoch": "x"}, "has 'x' for the scheduler's state, last_epoch"),
-    ):
-        changed = deepcopy(fields)
-        changed["scheduler"]["state"] |= wrong
-        (path / RECORD).write_bytes(record_file.record_text(changed))
-        with pytest.raises(sl.CheckpointError, match=message):
-            sl.load(path, fussy)
-        assert_same(everything(fussy, None), before)
-    fields["scheduler"] = None
-    (path / RECORD).write_bytes(record_file.record_text(fields))
-    with pytest.raises(sl.CheckpointError, match="saved without a scheduler, but the pipeline has"):
-        sl.load(path, fussy)
-    assert_same(everything(fussy, None), before)
-
-
-def test_schedulers_of_stages_that_differ_are_not_saved(tmp_path: Path) -> None:
-    lengths = iter(range(2, 9))
-    pipe = owned(lambda o: schedules.StepLR(o, next(lengths)))
-    with pytest.raises(sl.CheckpointError, match=r"schedulers of two stages, .* different states"):
-        sl.save(tmp_path, pipe, step=1)
-
-
-def test_an_optimizer_in_one_kernel_gets_its_options_and_counts_back(tmp_path: Path) -> None:
-    """With a rate that is a tensor, which has to stay the same tensor: graphs hold on to it."""
-
-    def made() -> tuple[sl.Pipeline, Optimizer]:
-        pipe = pipeline()
-        return pipe, AdamW(pipe.parameters(), torch.tensor(0.01), amsgrad=True)
-
-    pipe, optimizer = made()
-    train(pipe, optimizer, range(2))
-    optimizer.param_groups[0]["capturable"] = True  # it steps on a GPU only, but can be saved here
-    optimizer.param_groups[0]["lr"].fill_(0.005)
-    sl.save(tmp_path, pipe, optimizer, step=2)
-    again, other = made()
-    rate = other.param_groups[0]["lr"]
-    sl.load(tmp_path, again, other)
-    assert_same(everything(again, other), everything(pipe, optimizer))
-    assert other.param_groups[0]["lr"] is rate
-    assert other.param_groups[0]["capturable"] is True
-
-
-def test_a_buffer_that_cannot_be_written_to_is_told_before_anything_is_changed(
-    tmp_path: Path,
-) -> None:
-    def made() -> sl.Pipeline:
-        layer = nn.Linear(2, 2)
-        layer.register_buffer("mask", torch.zeros(1).expand(3))
-        return sl.Pipeline(
-            [nn.Linear(2, 2), layer],
-            nn.functional.mse_loss,
-            num_ranks=1,
-            num_microbatches=1,
-            backend="serial",
-        )
-
-    sl.save(tmp_path, made(), step=1)
-    pipe = made()
-    before = everything(pipe, None)
-    with pytest.raises(sl.CheckpointError, match=r"model.1.mask cannot be loaded into.*clone"):
-        sl.load(tmp_path, pipe)
-    assert_same(everything(pipe, None), before)
-
-
-class Copying(nn.Linear):
-    """Its state is a copy, in another type, as of weights that are kept in less precision."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        hook: Any = self.register_state_dict_post_hook  # it has no types
-        hook(self.convert)
-
-    @staticmethod
-    def convert(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].to(torch.bfloat16)
-
-
-def test_a_layer_whose_state_is_a_copy_is_told(tmp_path: Path) -> None:
-    """What is loaded into the copy would be lost without a word."""
-    mse = nn.functional.mse_loss
-    layers = [nn.Linear(2, 2), Copying()]
-    pipe = sl.Pipeline(layers, mse, num_ranks=1, num_microbatches=1, backend="serial")
-    sl.save(tmp_path, pipe, step=1)
-    before = everything(pipe, None)
-    with pytest.raises(sl.CheckpointError, match=r"1.weight cannot be loaded into: .* a copy"):
-        sl.load(tmp_path, pipe)
-    assert_same(everything(pipe, None), before)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"a": (1, [2, (3,)]), 4: {5.5: None, True: "x"}, "()": 1},
-        {"()": [1]},
-        {"{}": []},
-        [float("inf"), -0.0, 10**300, "\ud800\0"],
-        (),
-        {},
-    ],
-)
-def test_data_comes_back_as_it_was(tmp_path: Path, data: Any) -> None:
-    pipe = pipeline()
-    sl.save(tmp_path, pipe, step=1, data=data)
-    found = sl.load(tmp_path, pipe).data
-    assert found == data
-    assert type(found) is type(data)
-
-
-def test_data_that_would_not_come_back_is_refused(tmp_path: Path) -> None:
-    pipe = pipeline()
-    circle: list[Any] = []
-    circle.append(circle)
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    for data in (circle, deep, 10**5000, {(1, torch.ones(1)): 2}, {1, 2}, b"x", object()):
-        with pytest.raises(sl.CheckpointError, match="data cannot be saved"):
-            sl.save(tmp_path, pipe, step=1, data=data)
-    assert not list(tmp_path.iterdir())
