@@ -292,12 +292,15 @@ def without_counts(path: Path) -> None:
 
 
 HARM = (
-    (lambda path: flip(path / "shard-00001.safetensors", 30), "header has another checksum"),
-    (lambda path: flip(path / "shard-00002.safetensors", -20), "have another checksum"),
-    (lambda path: flip(path / "checkpoint.json", -40), "its checksum is another"),
+    (
+        lambda path: flip(path / "shard-00001.safetensors", 30),
+        "checksum of its header does not match",
+    ),
+    (lambda path: flip(path / "shard-00002.safetensors", -20), "the checksum of bytes"),
+    (lambda path: flip(path / "checkpoint.json", -40), "its checksum does not match"),
     (lambda path: (path / "shard-00002.safetensors").unlink(), "No such file"),
     (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint"),
-    (without_counts, "its num_steps is wrong"),
+    (without_counts, "its field num_steps is invalid"),
 )
 
 

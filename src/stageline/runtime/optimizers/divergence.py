@@ -52,9 +52,9 @@ class DivergenceMonitor:
         self.norm = MedianLimit()
         self.has_warned = False
 
-    def check(self, number: int, told: Told) -> str | None:
+    def check(self, number: int, results: Told) -> str | None:
         """Return a warning for the first step that is suspicious, and None for all others."""
-        found = self._skipped(told) or self._loss(told) or self._norm(told)
+        found = self._skipped(results) or self._loss(results) or self._norm(results)
         if found is None or self.has_warned:
             return None
         self.has_warned = True
@@ -63,22 +63,22 @@ class DivergenceMonitor:
             "old weights: use a smaller learning rate, or a synchronous schedule"
         )
 
-    def _skipped(self, told: Told) -> str | None:
-        stages = [str(stage) for stage, update in told.updates.items() if update.is_skipped]
+    def _skipped(self, results: Told) -> str | None:
+        stages = [str(stage) for stage, update in results.updates.items() if update.is_skipped]
         if not stages:
             return None
         which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(stages)}"
         return f"gradients are not finite on {which}, where the step was skipped"
 
-    def _loss(self, told: Told) -> str | None:
-        loss = math.fsum(float(loss) * weight for loss, weight in told.losses)
+    def _loss(self, results: Told) -> str | None:
+        loss = math.fsum(float(loss) * weight for loss, weight in results.losses)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         return self.loss.check("the loss", loss)
 
-    def _norm(self, told: Told) -> str | None:
+    def _norm(self, results: Told) -> str | None:
         """Check the norm of the updates of all stages together."""
-        norms = {stage: each.norm for stage, each in told.updates.items() if not each.is_skipped}
+        norms = {stage: each.norm for stage, each in results.updates.items() if not each.is_skipped}
         if not norms:
             return None
         most = max(norms, key=lambda stage: norms[stage])
