@@ -94,7 +94,6 @@ class Pipeline:
         self.model = model if isinstance(model, nn.Module) else layers.modules
         self._session: Session = open_pipeline(layers, **given)
         self._stream = weakref.ref(_no_results())  # the last one
-        self._checkpoints: Any = None  # what saves and loads them, once there is one
 
     def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
         """Run one mini-batch forward and backward, and add to the gradients that are there.
@@ -270,9 +269,7 @@ class Pipeline:
         try:
             if stream := self._stream():
                 stream.close()
-            if self._checkpoints is not None:
-                self._checkpoints.close()
-        finally:  # also if a save under way has failed
+        finally:
             self._session.close()
 
     def __enter__(self) -> Self:

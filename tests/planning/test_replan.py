@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import stageline as sl
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
-from stageline.runtime.placement.move_layers import follow
+from stageline.runtime.placement.move_layers import move_state
 from stageline.zoo.cases import grouped
 from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
@@ -210,7 +210,8 @@ def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_f
     def traced() -> sl.Timeline:
         with pipe.trace() as trace:
             pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return trace.timeline
+        timeline = trace.timeline
+        return timeline
 
     before = [traced() for _ in range(3)]
     found = pipe.replan(optimizer, before)
@@ -288,11 +289,11 @@ def test_what_an_optimizer_keeps_follows_its_parameter_but_for_the_count_of_step
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
     state, group = optimizer.state[parameter], optimizer.param_groups[0]
-    follow(state, group, torch.device("meta"))
+    move_state(state, group, torch.device("meta"))
     assert {key: tensor.device.type for key, tensor in state.items()} == {
         "step": "cpu",
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
-    follow(state, group | {"capturable": True}, torch.device("meta"))
+    move_state(state, group | {"capturable": True}, torch.device("meta"))
     assert state["step"].device.type == "meta"

@@ -18,14 +18,14 @@ from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.hidden_weights import check_shared_norms
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.move_layers import (
-    Luggage,
-    Options,
+    GroupsOptions,
+    OptimizerState,
+    check_moves,
     check_optimizer,
-    check_room,
-    exchange,
-    moves_of,
+    move_tensors,
+    move_to_devices,
     options_of,
-    to_devices,
+    plan_moves,
 )
 
 
@@ -58,7 +58,7 @@ def _observed(
     optimizer: Optimizer | None,
     timelines: Sequence[Timeline],
     profile: Profile | None,
-) -> tuple[Observed, Options | None]:
+) -> tuple[Observed, GroupsOptions | None]:
     """Return what this process knows before a replan: times, and its optimizer's options."""
     layout = session.assembly.layout
     names = tuple(layer.name for layer in layout.layers)
@@ -71,7 +71,7 @@ def _move(
     session: Session,
     balance: Sequence[int],
     optimizer: Optimizer | None,
-    options: Sequence[Options | None],
+    options: Sequence[GroupsOptions | None],
 ) -> None:
     """Move layers to their new ranks; nothing changes unless all processes can do their part."""
     old = session.assembly
@@ -79,13 +79,13 @@ def _move(
     stages = cut(layers, old.layout.schedule.num_stages, balance)
     check_shared_norms(layers, stages)
     layout = old.layout.with_stages(stages)
-    moves = moves_of(layers, old.layout.rank_of_layer, layout.rank_of_layer, collectives)
-    everywhere(collectives, lambda: check_room(moves, optimizer, options, collectives))
+    moves = plan_moves(layers, old.layout.rank_of_layer, layout.rank_of_layer, collectives)
+    everywhere(collectives, lambda: check_moves(moves, optimizer, options, collectives))
     if moves:
-        luggage = Luggage(optimizer)
-        exchange(moves, luggage, collectives)
-        luggage.put_back(layout.parameters())
-    to_devices(layers, layout.device_of_layer, optimizer)
+        state = OptimizerState(optimizer)
+        move_tensors(moves, state, collectives)
+        state.restore_groups(layout.parameters())
+    move_to_devices(layers, layout.device_of_layer, optimizer)
     tied = TiedWeights.of(layers, layout.device_of_layer)
     trusts = all(stage.silent.trusts for stage in old.stages)
     session.assembly = assemble(layout, old.settings, collectives, tied, None)

@@ -20,7 +20,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
-from stageline.checkpoint import folder as folders
+from stageline.checkpoint import record_file
+from stageline.checkpoint.pipeline_state import schedulers_of
 from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
@@ -122,7 +123,7 @@ def full_disk(is_full: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_full:
-            patch.setattr("stageline.checkpoint.save.write", write)
+            patch.setattr("stageline.checkpoint.save.write_shard", write)
         yield
 
 
@@ -232,10 +233,7 @@ def mesh(folder: Path) -> None:
 def damaged(folder: Path) -> None:
     """Whatever is wrong, and whoever sees it: all ranks refuse, and none has changed anything."""
     rank = dist.get_rank()
-    owned = {
-        "optimizer_fn": lambda w: AdamW(w, 1e-2),
-        "scheduler_fn": lambda o: MultiStepLR(o, [2, 4]),
-    }
+    owned = {"optimizer": lambda w: AdamW(w, 1e-2), "scheduler": lambda o: MultiStepLR(o, [2, 4])}
     for name, options in (("given", {}), ("owned", owned)):
         pipe, optimizer = pipeline(model(), 2, **options)
         optimizer = None if options else optimizer
@@ -271,7 +269,7 @@ def everything(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Any]:
         found |= {f"{number} {i}": group for i, group in enumerate(state["param_groups"])}
         for index, kept in state["state"].items():
             found |= {f"{number} {index} {key}": value for key, value in kept.items()}
-    for scheduler in pipe._session.optimizers.schedulers if pipe._session.optimizers else ():
+    for scheduler in schedulers_of(pipe):
         found["scheduler"] = deepcopy(scheduler.state_dict())
     return found
 
@@ -290,17 +288,20 @@ def flip(path: Path, place: int) -> None:
 
 
 def without_counts(path: Path) -> None:
-    fields = folders.read_record(path) | {"num_steps": None}
-    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
+    fields = record_file.read_record(path) | {"num_steps": None}
+    (path / "checkpoint.json").write_bytes(record_file.record_text(fields))
 
 
 HARM = (
-    (lambda path: flip(path / "shard-00001.safetensors", 30), "header has another checksum"),
-    (lambda path: flip(path / "shard-00002.safetensors", -20), "have another checksum"),
-    (lambda path: flip(path / "checkpoint.json", -40), "its checksum is another"),
+    (
+        lambda path: flip(path / "shard-00001.safetensors", 30),
+        "checksum of its header does not match",
+    ),
+    (lambda path: flip(path / "shard-00002.safetensors", -20), "the checksum of bytes"),
+    (lambda path: flip(path / "checkpoint.json", -40), "its checksum does not match"),
     (lambda path: (path / "shard-00002.safetensors").unlink(), "No such file"),
     (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint"),
-    (without_counts, "its num_steps is wrong"),
+    (without_counts, "its field num_steps is invalid"),
 )
 
 
@@ -311,7 +312,7 @@ def failing_read(is_failing: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_failing:
-            patch.setattr("stageline.checkpoint.reading._read", read)
+            patch.setattr("stageline.checkpoint.read_tensors._read", read)
         yield
 
 

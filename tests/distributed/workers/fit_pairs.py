@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import stageline as sl
-from stageline.training import fit as fitting
+from stageline.training import run as training_run
 from stageline.zoo.cases import grouped
 
 STEPS = 20
@@ -58,7 +58,7 @@ def run(folder: Path, save_every: int, report_every: int, form: str) -> dict[str
     def save(*args: Any, wait: bool, **options: Any) -> None:
         sl.save(*args, wait=wait or form == "waiting", **options)
 
-    with patch.object(fitting, "save", save):
+    with patch.object(training_run, "save", save):
         reports = sl.fit(pipe, data(), optimizer, steps=STEPS, folder=folder, **intervals)
     wanted = {*range(report_every, STEPS + 1, report_every), STEPS}
     assert [report.step for report in reports] == sorted(wanted)

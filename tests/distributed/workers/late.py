@@ -42,7 +42,9 @@ def main(where: str, folder: Path) -> None:
         rest()
     if where in ("write", "read"):
         sl.save(folder, pipe, optimizer, step=0)
-        module, name = (save_module, "write") if where == "write" else (load_module, "_prepared")
+        module, name = (
+            (save_module, "write_shard") if where == "write" else (load_module, "_prepare")
+        )
         act, calls = getattr(module, name), list[float]()
 
         def slow(*args: object, **options: object) -> object:

@@ -281,7 +281,7 @@ def in_parts() -> None:
         parallelize_module(layer, grid["tp"], ColwiseParallel())
     pipe = sl.Pipeline(layers, nn.functional.mse_loss, num_ranks=2, num_microbatches=4, mesh=grid)
     times = sl.Costs([10.0, 1.0], [10.0, 1.0], [10.0, 1.0])
-    with told("that several processes hold in parts"):
+    with told("has a DTensor, but only whole tensors can move"):
         pipe.replan(SGD(pipe.parameters()), [sl.simulate(pipe.schedule, times)])
     pipe.close()
 

@@ -135,7 +135,7 @@ def main() -> None:
             if parameter.grad is not None:  # it is of this rank
                 assert torch.equal(parameter.grad, expected), name
         pipes[0].close()
-    with pytest.raises(sl.StageError, match="has to return the same structure in every step"):
+    with pytest.raises(sl.StageError, match="must return the same structure in every step"):
         trained([Restless(), Forgiving()], "processes")
     print("all equal")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stageline.checkpoint.export import export
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import Pipeline
+from stageline.pipeline import Pipeline, session_of
 from stageline.planning.explain import median_costs, usual
 from stageline.report.summary import percent
 from stageline.report.svg.drawing import stacked
@@ -121,7 +121,7 @@ def _introduce(console: Console, pipe: Pipeline, text: Tensor) -> None:
     )
     names = [layer.name for layer in pipe.layers]
     for stage, (numbers, rank) in enumerate(
-        zip(pipe._session.assembly.layout.stages, pipe.schedule.placement, strict=True)
+        zip(session_of(pipe).assembly.layout.stages, pipe.schedule.placement, strict=True)
     ):
         console.print(f"  stage {stage} on rank {rank}: {', '.join(names[n] for n in numbers)}")
 

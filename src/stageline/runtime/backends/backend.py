@@ -43,6 +43,7 @@ class Collectives(Protocol):
 
     replica: int  # which of the pipeline's replicas this is
     num_replicas: int
+    is_first: bool  # the first of all processes
     is_first_part: bool  # the first of processes that hold parts of the same tensors
     is_first_sibling: bool  # the first of the ranks that hold the same stage
 
@@ -52,8 +53,10 @@ class Collectives(Protocol):
     def size(self, group: Group) -> int:
         """Return the number of processes."""
 
-    def gather(self, own: T, what: str, group: Group = Group.PIPELINE) -> list[T]:
-        """Return the value of each process, by rank."""
+    def gather(
+        self, own: T, what: str, group: Group = Group.PIPELINE, task: str | None = None
+    ) -> list[T]:
+        """Return the value of each process, by rank; `task` names work that may take long."""
 
     def broadcast(self, tree: T, source: int, what: str) -> T:
         """Return what the rank `source` of the pipeline has, tensors included."""

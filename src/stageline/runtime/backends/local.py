@@ -18,7 +18,7 @@ class LocalCollectives:
 
     replica = 0
     num_replicas = 1
-    is_first_part = is_first_sibling = True
+    is_first = is_first_part = is_first_sibling = True
 
     def has(self, rank: int) -> bool:  # noqa: ARG002
         return True
@@ -26,7 +26,13 @@ class LocalCollectives:
     def size(self, group: Group) -> int:  # noqa: ARG002
         return 1
 
-    def gather(self, own: T, what: str, group: Group = Group.PIPELINE) -> list[T]:  # noqa: ARG002
+    def gather(
+        self,
+        own: T,
+        what: str,  # noqa: ARG002
+        group: Group = Group.PIPELINE,  # noqa: ARG002
+        task: str | None = None,  # noqa: ARG002
+    ) -> list[T]:
         return [own]
 
     def broadcast(self, tree: T, source: int, what: str) -> T:  # noqa: ARG002

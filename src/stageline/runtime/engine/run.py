@@ -13,7 +13,7 @@ from stageline.runtime.engine.batches import streamed_batch
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.result import StepResult, broadcast_results
 from stageline.runtime.engine.session import Session
-from stageline.runtime.optimizers.divergence import Guard
+from stageline.runtime.optimizers.divergence import DivergenceMonitor
 
 StepResults = Generator[StepResult, None, None]
 
@@ -40,7 +40,7 @@ def _fed(session: Session, loader: Iterable[tuple[Any, Any]]) -> Iterator[MiniBa
 
 def _results(session: Session, minibatches: Iterator[MiniBatch]) -> StepResults:
     assembly = session.assembly
-    guard, unseen = Guard(), deque[tuple[int, StepResult]]()
+    monitor, unseen = DivergenceMonitor(), deque[tuple[int, StepResult]]()
     with closing(session.stream(minibatches)) as done:
         for minibatch in done:
             result = broadcast_results(minibatch, assembly.layout.schedule, assembly.collectives)
@@ -48,13 +48,13 @@ def _results(session: Session, minibatches: Iterator[MiniBatch]) -> StepResults:
                 unseen.append((minibatch.number, result))
             # so late that no rank has to wait for another's results
             if len(unseen) > session.ahead + 1:
-                _warn(guard, *unseen.popleft())
+                _warn(monitor, *unseen.popleft())
             yield result
         for number, result in unseen:
-            _warn(guard, number, result)
+            _warn(monitor, number, result)
 
 
-def _warn(guard: Guard, number: int, result: StepResult) -> None:
+def _warn(monitor: DivergenceMonitor, number: int, result: StepResult) -> None:
     """Warn where the results of a stream are used."""
-    if warning := guard.look(number, result.results):
+    if warning := monitor.check(number, result.results):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)

@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -28,9 +29,15 @@ from stageline.runtime.engine.recorder import Recorder, Recording
 from stageline.runtime.exactness.layer_state import are_same, host_generators
 from stageline.runtime.exactness.weight_aliases import Unchanged
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
-from stageline.runtime.placement.materialise import Blank, check_filled
+from stageline.runtime.placement.materialise import UninitializedTensor, check_initialized
 
 MiniBatches = Generator[MiniBatch, None, None]
+
+
+class Closeable(Protocol):
+    """Something that ends with a session."""
+
+    def close(self) -> None: ...
 
 
 class Session:
@@ -41,7 +48,7 @@ class Session:
         assembly: Assembly,
         backend: Backend,
         optimizers: StageOptimizers | None,
-        blanks: list[Blank],
+        blanks: list[UninitializedTensor],
         seed: int,
     ) -> None:
         self.assembly, self.backend, self.optimizers = assembly, backend, optimizers
@@ -49,6 +56,7 @@ class Session:
         self.seed, self.num_steps = seed, 0
         self.is_streaming = False
         self.recorder: Recorder | None = None
+        self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.has_warned = False  # of generators that all stages share
 
@@ -154,7 +162,7 @@ class Session:
                     stage.silent.trusts &= not isinstance(self.backend, ThreadsBackend)
 
     def _watch_weights(self) -> None:
-        """Watch for hooks that change weights while micro-batches are on their way."""
+        """FailureWatch for hooks that change weights while micro-batches are on their way."""
         layout = self.assembly.layout
         for number, stage in enumerate(self.assembly.stages):
             stage.unchanged = Unchanged(layout.stage_parameters(number))
@@ -180,10 +188,14 @@ class Session:
         recorder.finish(layout.schedule, layout.balance, self.assembly.collectives)
 
     def close(self) -> None:
-        """End the threads, and the process groups."""
-        if self.optimizers is not None:
-            self.optimizers.release()
-        self.backend.close()
+        """Finish a save under way, and end the threads and the process groups."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+        finally:  # also if the save has failed
+            if self.optimizers is not None:
+                self.optimizers.release()
+            self.backend.close()
 
     def check_idle(self) -> None:
         if self.is_streaming:
@@ -199,7 +211,7 @@ class Session:
             layout, blanks = assembly.layout, self.blanks
             everywhere(
                 assembly.collectives,
-                lambda: check_filled(layout.layers, layout.device_of_layer, blanks),
+                lambda: check_initialized(layout.layers, layout.device_of_layer, blanks),
             )
             self.blanks = []
             check_agreement(layout, assembly.settings.recompute, minibatch, assembly.collectives)
@@ -231,7 +243,7 @@ class Session:
             self._warn_of_host_generators()
 
     def _stop_trusting(self) -> None:
-        """Watch all layers: one that drew nothing before has begun to draw."""
+        """FailureWatch all layers: one that drew nothing before has begun to draw."""
         for stage in self.assembly.stages:
             stage.silent.trusts = False
         warnings.warn(

@@ -19,7 +19,7 @@ from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import is_asynchronous
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.placement.materialise import Init, materialise
-from stageline.runtime.placement.move_layers import to_devices
+from stageline.runtime.placement.move_layers import move_to_devices
 from stageline.runtime.settings import Settings
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.schedule import Schedule
@@ -60,7 +60,7 @@ def open_session(
     layout = Layout(layers, schedule, tuple(stages), devices, here)
     places = layout.device_of_layer
     blanks = materialise(layers, places, places.__getitem__, seed, init_fn)
-    to_devices(layers, places)
+    move_to_devices(layers, places)
     tied = TiedWeights.of(layers, places)
     broadcast_weights(tied, layout, collectives)
     _broadcast_to_siblings(layout, collectives)

@@ -40,7 +40,7 @@ from stageline.runtime.optimizers.stage_optimizers import (
     StageOptimizers,
     Update,
 )
-from stageline.runtime.optimizers.undo import Before, remember, undo
+from stageline.runtime.optimizers.undo import UndoRecord, prepare_undo, undo
 from stageline.schedules.action import Action, Kind
 
 
@@ -51,7 +51,7 @@ class LateClipping:
         self.optimizers = optimizers
         self.own = {stage: own for stage, own in optimizers.own.items() if own is not None}
         self.speculation: Speculation = speculation(loop.tasks)
-        self.guessed: dict[int, Before] = {}  # by stage
+        self.guessed: dict[int, UndoRecord] = {}  # by stage
         self.unsettled: dict[int, int] = {}  # by rank: the mini-batch whose step was a guess
         self.wrong: dict[int, int] = {}  # by rank: the mini-batch for which others guessed wrong
 
@@ -105,7 +105,7 @@ class LateClipping:
             return False
         for stage in stages:
             if stage in self.own:
-                self.guessed[stage] = remember(self.own[stage].optimizer)
+                self.guessed[stage] = prepare_undo(self.own[stage].optimizer)
                 self._step(self.own[stage])
         return True
 

@@ -22,7 +22,7 @@ from stageline.runtime.backends.processes.collectives import ProcessCollectives
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
 from stageline.runtime.backends.processes.message_layout import MessageLayout
-from stageline.runtime.backends.processes.message_shapes import Shape, value_shapes
+from stageline.runtime.backends.processes.message_shapes import ValueSpec, predict_specs
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Message, MessageKey, MiniBatch, Stream
@@ -46,12 +46,12 @@ class ProcessesBackend:
         self.incoming = Incoming(groups, timeout)
         self.rank = self.connection.rank
         self.device = devices[self.rank]
-        self.shapes: dict[object, dict[Value, Shape]] = {}  # by all that they depend on
+        self.shapes: dict[object, dict[Value, ValueSpec]] = {}  # by all that they depend on
         self.routes: dict[object, dict[Action, Route]] = {}  # of the last two kinds of batches
 
     def start(self, loop: Loop, stream: Stream) -> ProcessesRun:
         self.connection.check()
-        self.connection.watch.notice = ""
+        self.connection.watch.user_error = ""
         return ProcessesRun(self, loop, stream)
 
     def close(self) -> None:
@@ -78,9 +78,9 @@ class ProcessesBackend:
         ambient = minibatch.ambient
         for form, inputs in zip(forms, minibatch.inputs, strict=True):
             if (form, training, ambient) not in self.shapes:
-                found = value_shapes(loop.layout.layers, inputs, ambient)
-                self.shapes[form, training, ambient] = found.shapes
-                self.connection.watch.at.unforeseen = found.end
+                found = predict_specs(loop.layout.layers, inputs, ambient)
+                self.shapes[form, training, ambient] = found.specs
+                self.connection.watch.position.unpredictable_from = found.unpredictable_from
         layouts: dict[object, MessageLayout] = {}
         routes = {}
         rank_of = loop.period.routes.rank_of
@@ -140,7 +140,7 @@ class ProcessesRun:
 
     def __init__(self, backend: ProcessesBackend, loop: Loop, stream: Stream) -> None:
         self.backend, self.loop, self.stream = backend, loop, stream
-        self.connection, self.at = backend.connection, backend.connection.watch.at
+        self.connection, self.at = backend.connection, backend.connection.watch.position
         self.transport = ProcessesTransport(backend, len(loop.layout.parameter_numbers))
 
     def feed(self, minibatch: MiniBatch) -> None:
@@ -183,10 +183,10 @@ class ProcessesRun:
             raise
         except BaseException as error:
             text = failure_text(self.loop, stream, rank, error)
-            raise connection.failed(connection.watch.tell(text)) from error
+            raise connection.failed(connection.watch.report_failure(text)) from error
 
 
-def _layout(loop: Loop, send: Action, known: Mapping[Value, Shape]) -> MessageLayout:
+def _layout(loop: Loop, send: Action, known: Mapping[Value, ValueSpec]) -> MessageLayout:
     is_forward = send.kind is Kind.SEND_F
     values = loop.values_of_message[send]
     is_known = all(value in known for value in values)
@@ -199,6 +199,6 @@ def _forms(inputs: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(
         (name, value.shape, value.dtype, value.stride(), value.requires_grad)
         if isinstance(value, Tensor)
-        else (name, repr(Shape.of(value)), tuple(t.requires_grad for t in trees.tensors(value)))
+        else (name, repr(ValueSpec.of(value)), tuple(t.requires_grad for t in trees.tensors(value)))
         for name, value in sorted(inputs.items())
     )

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from stageline.model.layers import Value
 from stageline.runtime.backends.processes.encoding import encode
-from stageline.runtime.backends.processes.exchange import as_tensor, from_tensor
+from stageline.runtime.backends.processes.exchange import bytes_to_tensor, decode_tensor
 from stageline.runtime.backends.processes.groups import ProcessGroups
 from stageline.runtime.backends.processes.message_layout import MessageLayout
-from stageline.runtime.backends.processes.message_shapes import Shape
+from stageline.runtime.backends.processes.message_shapes import ValueSpec
 from stageline.runtime.engine.minibatch import Message, MessageKey
 from stageline.runtime.exactness.in_place import Mark
 
@@ -86,7 +86,7 @@ class Incoming:
         self._receive(length, peer)
         header = torch.empty(int(length), dtype=torch.uint8)
         self._receive(header, peer)
-        shapes = tuple(map(Shape.from_description, from_tensor(header)))
+        shapes = tuple(map(ValueSpec.from_description, decode_tensor(header)))
         layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
@@ -142,8 +142,8 @@ class Outgoing:
             aliased = [i for i, mark in enumerate(marks) if mark & Mark.ALIASED]
         if layout.shapes is None:
             layout = replace(layout, shapes=_actual_shapes(layout, contents))
-            described = tuple(shape.described for shape in layout.shapes or ())
-            header = as_tensor(encode(described))
+            described = tuple(shape.description for shape in layout.shapes or ())
+            header = bytes_to_tensor(encode(described))
             self._post(peer, torch.tensor([len(header)]), UNKNOWN)
             self._post(peer, header, UNKNOWN)
             self._post(peer, layout.packing.pack(tensors, aliased), UNKNOWN)
@@ -176,11 +176,11 @@ class Outgoing:
                 del items[0]
 
 
-def _actual_shapes(layout: MessageLayout, contents: Mapping[Value, Any]) -> tuple[Shape, ...]:
+def _actual_shapes(layout: MessageLayout, contents: Mapping[Value, Any]) -> tuple[ValueSpec, ...]:
     """Of a message whose form depends on data; a gradient has that of its value."""
     if layout.is_forward:
-        return tuple(Shape.of(contents[value]) for value in layout.values)
+        return tuple(ValueSpec.of(contents[value]) for value in layout.values)
     return tuple(
-        Shape.of([torch.empty(0) if t is None else t for t in contents[value]])
+        ValueSpec.of([torch.empty(0) if t is None else t for t in contents[value]])
         for value in layout.values
     )

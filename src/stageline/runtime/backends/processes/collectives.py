@@ -17,7 +17,7 @@ from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.message_shapes import Shape
+from stageline.runtime.backends.processes.message_shapes import ValueSpec
 from stageline.runtime.backends.processes.packing import Packing
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ class ProcessCollectives:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.groups = connection, connection.groups
         self.replica, self.num_replicas = self.groups.replica, self.groups.num_replicas
+        self.is_first = dist.get_rank(self.groups.everyone) == 0
         self.is_first_part = self.groups.is_first_part
         siblings = self.groups.of(Group.SIBLINGS)
         self.is_first_sibling = siblings is None or dist.get_rank(siblings) == 0
@@ -43,22 +44,24 @@ class ProcessCollectives:
         found = self.groups.of(group)
         return 1 if found is None else dist.get_world_size(found)
 
-    def gather(self, own: T, what: str, group: Group = Group.PIPELINE) -> list[T]:
+    def gather(
+        self, own: T, what: str, group: Group = Group.PIPELINE, task: str | None = None
+    ) -> list[T]:
         found = self.groups.of(group)
         if found is None:
             return [own]
-        with self.guarded(what):
-            return exchange.gathered(own, found)
+        with self.guarded(what, task):
+            return exchange.gather(own, found)
 
     def broadcast(self, tree: T, source: int, what: str) -> T:
         group, is_here = self.groups.pipeline, self.has(source)
         with self.guarded(what):
-            described = Shape.of(tree).described if is_here else None
-            shape = Shape.from_description(exchange.broadcast(described, source, group))
-            packing = Packing.of(shape.forms)
+            described = ValueSpec.of(tree).description if is_here else None
+            shape = ValueSpec.from_description(exchange.broadcast(described, source, group))
+            packing = Packing.of(shape.tensor_specs)
             buffer = packing.pack(trees.tensors(tree)) if is_here else packing.empty()
             dist.broadcast(buffer, dist.get_global_rank(group, source), group)
-        found: T = shape.around(t if t is None else t.detach() for t in packing.unpack(buffer)[0])
+        found: T = shape.rebuild(t if t is None else t.detach() for t in packing.unpack(buffer)[0])
         return found
 
     def all_reduce(self, tensor: Tensor, what: str, group: Group) -> Callable[[], Tensor]:
@@ -82,29 +85,29 @@ class ProcessCollectives:
         group = self.groups.pipeline
         with self.guarded(what):
             if self.has(source):
-                shape = Shape.of(tree)
-                exchange.send(shape.described, target, group)
-                buffer = Packing.of(shape.forms).pack(trees.tensors(tree))
+                shape = ValueSpec.of(tree)
+                exchange.send(shape.description, target, group)
+                buffer = Packing.of(shape.tensor_specs).pack(trees.tensors(tree))
                 dist.send(buffer, dist.get_global_rank(group, target), group)
                 return None
-            shape = Shape.from_description(exchange.receive(source, group))
-            packing = Packing.of(shape.forms)
+            shape = ValueSpec.from_description(exchange.receive(source, group))
+            packing = Packing.of(shape.tensor_specs)
             buffer = packing.empty()
             dist.recv(buffer, dist.get_global_rank(group, source), group)
-            return shape.around(packing.unpack(buffer)[0])
+            return shape.rebuild(packing.unpack(buffer)[0])
 
     def guarded(self, what: str, task: str | None = None) -> AbstractContextManager[None]:
         return self.connection.guarded(what, task)
 
     def busy(self, task: str) -> AbstractContextManager[None]:
-        return self.connection.watch.taking_part(task)
+        return self.connection.watch.busy_with(task)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.connection.watch.note(error)
+            self.connection.watch.note_user_error(error)
             raise
 
     def close(self) -> None:

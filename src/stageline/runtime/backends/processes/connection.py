@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from stageline.errors import ModelError, StageError, StagelineError
 from stageline.runtime.backends.processes.channels import Outgoing, RankLost
+from stageline.runtime.backends.processes.failure_watch import FailureWatch
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.watch import Watch
 from stageline.schedules.action import Action
 
 
@@ -57,7 +57,7 @@ class Connection:
         except BaseException as error:
             # others are in the middle of it too, so nothing that follows would fit together
             self.failed(
-                self.watch.tell(
+                self.watch.report_failure(
                     f"{self.watch.name} was interrupted while all ranks shared {what}\n"
                     f"  {type(error).__name__}: {error}"
                 )
@@ -74,22 +74,22 @@ class Connection:
         """Return the error for a message that did not come, with who failed first if known."""
         if need is not None and perf_counter() - asked >= self.limit:
             return self.failed(
-                self.watch.tell(
+                self.watch.report_failure(
                     f"{self.watch.name} has waited {self.limit:g} s for {need}, longer than it "
-                    f"should{self.watch.silent_ranks()}{self.watch.positions()}"
+                    f"should{self.watch.describe_silent_ranks()}{self.watch.describe_positions()}"
                 )
             )
         source = dist.get_global_rank(self.groups.pipeline, lost.rank)
         return self.failed(
             self.watch.cause_of(
-                f"its connection broke while {self.watch.name} was at {self.watch.at.where} "
+                f"its connection broke while {self.watch.name} was at {self.watch.position.where} "
                 f"({_first_sentence(lost)})",
                 dist.get_group_rank(self.groups.everyone, source),
             )
         )
 
 
-def _close(watch: Watch, outgoing: Outgoing) -> None:
+def _close(watch: FailureWatch, outgoing: Outgoing) -> None:
     watch.leave()
     outgoing.close()
 

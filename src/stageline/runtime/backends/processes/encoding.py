@@ -1,10 +1,10 @@
-"""Values as bytes, and back: reading them runs no code, whoever wrote them.
+"""Encode Python values as bytes; decoding runs no code, whoever sent them.
 
     [ length of the text ][ text ][ bytes of a tensor ][ bytes of a tensor ] …
 
-The text is JSON: a tree (`trees.py`) as its spec and its leaves. Classes are there by name, and are
-looked up among modules that are imported already; only a container or an Enum is accepted. An
-instance is put together from its parts, so that no `__init__` runs.
+The text is JSON: a tree (`trees.py`) as its spec and its leaves. Classes are encoded by name and
+looked up in modules that are already imported; only containers and Enums are accepted. An instance
+is built from its parts without calling `__init__`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stageline.runtime import trees
 from stageline.runtime.trees import LEAF, Spec
 
 LENGTH = 8  # bytes
-SMALL = 2**53  # what JSON's numbers hold everywhere
+SAFE_INTEGER = 2**53  # JSON numbers are exact up to here
 CONTAINERS: dict[str, type[Any]] = {
     "tuple": tuple,
     "list": list,
@@ -38,25 +38,25 @@ CONTAINERS: dict[str, type[Any]] = {
     "size": torch.Size,
     "proxy": MappingProxyType,
 }
-# What a defaultdict may make when a key is missing: anything else could do anything.
+# The factories of a defaultdict that are accepted: others could run any code.
 FACTORIES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
-SENT = "tensors, numbers, text, None, and tuples, lists, dicts, named tuples and dataclasses"
+SENDABLE = "tensors, numbers, strings, None, and tuples, lists, dicts, named tuples and dataclasses"
 
 
 def encode(value: Any) -> bytes:
-    """Return the bytes of a value; raises `ModelError` if it has parts that cannot be sent.
+    """Return the bytes of a value; raise `ModelError` if a part of it cannot be sent.
 
     >>> decode(encode({"rate": 0.5, 3: (torch.ones(2), None)}))
     {'rate': 0.5, 3: (tensor([1., 1.]), None)}
     """
     tensors: list[Tensor] = []
     try:
-        text = json.dumps(_tree(value, tensors)).encode()
+        text = json.dumps(_encode_tree(value, tensors)).encode()
     except RecursionError:
         raise ModelError(
-            f"a {type(value).__name__} cannot be sent to another rank: it is nested too deep"
+            f"a {type(value).__name__} cannot be sent to another rank: it is nested too deeply"
         ) from None
     parts = [len(text).to_bytes(LENGTH, "little"), text]
     parts += [_bytes_of(tensor) for tensor in tensors]
@@ -64,11 +64,11 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray) -> Any:
-    """Return the value again; raises `StageError` if these are not the bytes of one."""
+    """Return the encoded value; raise `StageError` if the bytes are malformed."""
     try:
         length = int.from_bytes(data[:LENGTH], "little")
         text, rest = data[LENGTH : LENGTH + length], memoryview(data)[LENGTH + length :]
-        return _value(json.loads(bytes(text)), _Buffers(rest))
+        return _decode_tree(json.loads(bytes(text)), _TensorBytes(rest))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise StageError(
             f"a message from another rank cannot be read: {type(error).__name__}: {error}; do all "
@@ -76,54 +76,55 @@ def decode(data: bytes | bytearray) -> Any:
         ) from error
 
 
-def spec_text(spec: Spec) -> str:
-    """Return a tree without its leaves as text."""
-    return json.dumps(_spec(spec))
+def spec_to_text(spec: Spec) -> str:
+    """Return the structure of a tree, without its leaves, as text."""
+    return json.dumps(_encode_spec(spec))
 
 
-def spec_of(text: str) -> Spec:
-    """Return the tree that `spec_text` has put into words."""
-    return _spec_again(json.loads(text))
+def spec_from_text(text: str) -> Spec:
+    """Return the structure that `spec_to_text` was given."""
+    return _decode_spec(json.loads(text))
 
 
-def _tree(value: Any, tensors: list[Tensor]) -> list[Any]:
+def _encode_tree(value: Any, tensors: list[Tensor]) -> list[Any]:
     leaves, spec = trees.flatten(value)
-    return [_spec(spec), [_leaf(leaf, tensors) for leaf in leaves]]
+    return [_encode_spec(spec), [_encode_leaf(leaf, tensors) for leaf in leaves]]
 
 
-def _value(tree: list[Any], buffers: _Buffers) -> Any:
+def _decode_tree(tree: list[Any], data: _TensorBytes) -> Any:
     spec, leaves = tree
-    return trees.unflatten([_leaf_again(leaf, buffers) for leaf in leaves], _spec_again(spec))
+    return trees.unflatten([_decode_leaf(leaf, data) for leaf in leaves], _decode_spec(spec))
 
 
-def _spec(spec: Spec) -> Any:
-    """A leaf is 0."""
+def _encode_spec(spec: Spec) -> Any:
+    """Return a spec in JSON types; a leaf is 0."""
     if spec.type is None:
         return 0
     tensors: list[Tensor] = []
-    context = None if spec.context is None else _tree(spec.context, tensors)
+    context = None if spec.context is None else _encode_tree(spec.context, tensors)
     if tensors:
         raise ModelError(
             f"a {spec.type.__name__} cannot be sent to another rank: it has a tensor among its keys"
         )
-    return [_name_of(spec.type, _is_container), context, [_spec(child) for child in spec.children]]
+    children = [_encode_spec(child) for child in spec.children]
+    return [_name_of(spec.type, _is_container), context, children]
 
 
-def _spec_again(text: Any) -> Spec:
+def _decode_spec(text: Any) -> Spec:
     if text == 0:
         return LEAF
     name, context, children = text
     kind = _class_of(name, _is_container)
-    found = None if context is None else _value(context, _Buffers(memoryview(b"")))
-    return Spec(kind, found, tuple(_spec_again(child) for child in children))
+    found = None if context is None else _decode_tree(context, _TensorBytes(memoryview(b"")))
+    return Spec(kind, found, tuple(_decode_spec(child) for child in children))
 
 
-def _leaf(leaf: Any, tensors: list[Tensor]) -> Any:
-    """What JSON has too, as it is; all else as a list that begins with its kind."""
+def _encode_leaf(leaf: Any, tensors: list[Tensor]) -> Any:
+    """Return JSON types as they are, and others as a list that begins with their kind."""
     if leaf is None or type(leaf) in (bool, str):
         return leaf
     if type(leaf) is int:
-        return leaf if abs(leaf) < SMALL else ["int", hex(leaf)]
+        return leaf if abs(leaf) < SAFE_INTEGER else ["int", hex(leaf)]
     if type(leaf) is float:
         return leaf if math.isfinite(leaf) else ["float", leaf.hex()]
     for kind, write in WRITERS.items():
@@ -138,20 +139,20 @@ def _leaf(leaf: Any, tensors: list[Tensor]) -> Any:
     for name, factory in FACTORIES.items():
         if leaf is factory:
             return ["factory", name]
-    raise ModelError(f"a {type(leaf).__name__} cannot be sent to another rank: {SENT} of them can")
+    raise ModelError(f"a {type(leaf).__name__} cannot be sent to another rank: send {SENDABLE}")
 
 
-def _leaf_again(text: Any, buffers: _Buffers) -> Any:
+def _decode_leaf(text: Any, data: _TensorBytes) -> Any:
     if not isinstance(text, list):
         return text
     kind, *rest = text
     if kind == "tensor":
-        return buffers.take(*rest)
+        return data.take(*rest)
     return READERS[kind](*rest)
 
 
-class _Buffers:
-    """Tensors of a message, in their order. State: what has not been taken yet."""
+class _TensorBytes:
+    """The bytes of a message's tensors. State: those that have not been taken yet."""
 
     def __init__(self, rest: memoryview) -> None:
         self.rest = rest
@@ -164,7 +165,7 @@ class _Buffers:
         reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
         size = count * kind.itemsize
         if min((0, *shape, *stride)) < 0 or size > len(self.rest) or (count and reach > count):
-            raise ValueError(f"a tensor of shape {shape} does not fit into what came")
+            raise ValueError(f"a tensor of shape {shape} does not fit the bytes received")
         found = torch.empty_strided(shape, stride, dtype=kind)
         if count:
             raw = torch.frombuffer(bytearray(self.rest[:size]), dtype=torch.uint8)
@@ -179,12 +180,12 @@ def _check_plain(tensor: Tensor) -> None:
     if not is_plain or tensor.is_meta or tensor.is_quantized:
         raise ModelError(
             f"a {type(tensor).__name__} of {tensor.layout} on {tensor.device} cannot be sent to "
-            "another rank: plain dense tensors with data can"
+            "another rank: send plain dense tensors"
         )
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """As a copy would be: without gaps, and with strides of the same order."""
+    """Return a tensor on meta with the strides of a copy: dense, in the same order."""
     here = tensor.detach()
     return torch.empty_like(here, device="meta") if here.numel() else here.contiguous()
 
@@ -208,7 +209,7 @@ def _enum(member: Enum) -> list[Any]:
 def _numpy(scalar: np.generic) -> list[Any]:
     if scalar.dtype.kind not in "biufc":
         raise ModelError(
-            f"a {type(scalar).__name__} of numpy cannot be sent to another rank: numbers can"
+            f"a {type(scalar).__name__} of numpy cannot be sent to another rank: send a number"
         )
     return ["numpy", scalar.dtype.str, scalar.tobytes().hex()]
 
@@ -226,14 +227,14 @@ def _name_of(kind: type[Any], is_fit: Callable[[type[Any]], bool]) -> str:
     if found is not kind:
         raise ModelError(
             f"a {kind.__qualname__} of {kind.__module__} cannot be sent to another rank: there its "
-            f"class could not be found by its name: define it at the top level of a module; {SENT} "
-            "can be sent"
+            f"class cannot be found by its name: define it at the top level of a module, or send "
+            f"{SENDABLE}"
         )
     return name
 
 
 def _class_of(name: str, is_fit: Callable[[type[Any]], bool]) -> type[Any]:
-    """Return a class of an imported module, if it is of the right sort."""
+    """Return a class of an imported module; raise ValueError unless `is_fit` accepts it."""
     if name in CONTAINERS:
         return CONTAINERS[name]
     module, _, path = name.partition(":")
@@ -243,12 +244,12 @@ def _class_of(name: str, is_fit: Callable[[type[Any]], bool]) -> type[Any]:
     for part in path.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, type) or not is_fit(found):
-        raise ValueError(f"{name} was sent, but is no container and no Enum on this rank")
+        raise ValueError(f"{name} was sent, but is not a container or Enum on this rank")
     return found
 
 
 def _is_container(kind: type[Any]) -> bool:
-    """Whether `trees` takes instances apart: it puts them together without calling them."""
+    """Return whether `trees` flattens instances, which it rebuilds without calling the class."""
     if kind in pytree.SUPPORTED_NODES:
         return True
     return is_dataclass(kind) or issubclass(kind, tuple | list | Mapping)
@@ -273,7 +274,7 @@ def _torch_thing(name: str, kind: type[Any]) -> Any:
     return found
 
 
-# In this order: an Enum may be a number as well, and so may be numpy's scalars.
+# In this order: an Enum may also be a number, and so may a numpy scalar.
 WRITERS: dict[type[Any], Callable[[Any], list[Any]]] = {
     Enum: _enum,
     np.generic: _numpy,

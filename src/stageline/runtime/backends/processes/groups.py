@@ -20,8 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
 from stageline.runtime.backends.backend import Group
+from stageline.runtime.backends.processes.failure_watch import (
+    CHECKPOINT_TIMEOUT,
+    START_UP_TIMEOUT,
+    FailureWatch,
+)
+from stageline.runtime.backends.processes.heartbeats import call_with_timeout, store_unreachable
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
-from stageline.runtime.backends.processes.watch import PATIENCE, START_UP, Watch, no_answer, within
 
 NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
@@ -57,7 +62,7 @@ def _let_go(held: list[dist.ProcessGroup]) -> None:
 class ProcessGroups:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
-    watch: Watch
+    watch: FailureWatch
     own_pipeline: OwnedGroup
     own_everyone: OwnedGroup
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
@@ -162,33 +167,33 @@ def connect(
         told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{told}\n  {error}") from None
-    watch.stop = groups.hang_up
+    watch.cancel_waits = groups.hang_up
     return groups
 
 
-def _assembled(grid: torch.Tensor, limit: float) -> Watch:
+def _assembled(grid: torch.Tensor, limit: float) -> FailureWatch:
     """A watch over all processes of the mesh, when all of them are there."""
     names = [_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
-    store = within(max(START_UP, limit), lambda: _store_for(ranks))
+    store = call_with_timeout(max(START_UP_TIMEOUT, limit), lambda: _store_for(ranks))
     if store is None:
-        raise StageError(f"no pipeline could be made: {no_answer(names[0])}")
+        raise StageError(f"no pipeline could be made: {store_unreachable(names[0])}")
     if dist.get_rank() == 0:  # on whose machine it is
         warn_if_reachable(store)
-    watch = Watch(store, names, ranks.index(dist.get_rank()), limit)
+    watch = FailureWatch(store, names, ranks.index(dist.get_rank()), limit)
     try:
         watch.start()
     except TimeoutError as error:
         watch.leave()
         verb = "have" if "," in str(error) else "has"
         told = (
-            f"{error} {verb} not made the pipeline within {max(START_UP, limit):g} s of "
+            f"{error} {verb} not made the pipeline within {max(START_UP_TIMEOUT, limit):g} s of "
             f"{watch.name}: look for what ended a process before that, or for calls that not all "
             "ranks make"
         )
         raise StageError(told) from None
-    if watch.failure is not None or not watch.has_answer:
-        told = watch.failure or watch.tell(f"{watch.name} could not reach the others")
+    if watch.failure is not None or not watch.is_store_reachable:
+        told = watch.failure or watch.report_failure(f"{watch.name} could not reach the others")
         watch.leave()
         raise StageError(told)
     return watch
@@ -242,6 +247,6 @@ def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) 
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
     # from here on the watch ends waits, and knows who is late for a reason
-    longest = timedelta(seconds=max(limit, PATIENCE, START_UP) + SLACK)
+    longest = timedelta(seconds=max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK)
     dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
     return OwnedGroup(mine)

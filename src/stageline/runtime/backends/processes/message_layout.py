@@ -12,7 +12,7 @@ from torch import Tensor
 from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.backends.processes import packing as wire
-from stageline.runtime.backends.processes.message_shapes import Form, Shape
+from stageline.runtime.backends.processes.message_shapes import TensorSpec, ValueSpec
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class MessageLayout:
 
     is_forward: bool
     values: tuple[Value, ...]
-    shapes: tuple[Shape, ...] | None  # None: they depend on data
+    shapes: tuple[ValueSpec, ...] | None  # None: they depend on data
 
     @cached_property
     def packing(self) -> wire.Packing:
         assert self.shapes is not None
-        forms = wire.values_forms(self.shapes)
+        forms = wire.specs_of_values(self.shapes)
         return wire.Packing.of(forms if self.is_forward else list(map(_of_gradient, forms)))
 
     @cached_property
@@ -34,7 +34,7 @@ class MessageLayout:
         """Return whether it is one tensor that is not in a tree, as most messages are."""
         if self.shapes is None or len(self.shapes) != 1:
             return False
-        return self.shapes[0].tree.type is None and len(self.shapes[0].forms) == 1
+        return self.shapes[0].tree.type is None and len(self.shapes[0].tensor_specs) == 1
 
     def tensors(self, contents: Mapping[Value, Any]) -> list[Tensor | None]:
         if self.is_lone:
@@ -45,7 +45,7 @@ class MessageLayout:
             if isinstance(content, Tensor):
                 return [content]
         if self.is_forward:
-            return list(wire.values_tensors(contents, self.values, self.shapes))
+            return list(wire.tensors_of_values(contents, self.values, self.shapes))
         return [tensor for value in self.values for tensor in contents[value]]
 
     def places(self, contents: Mapping[Value, Any]) -> list[tuple[Value, int]]:
@@ -61,15 +61,15 @@ class MessageLayout:
         if self.is_lone:
             return {self.values[0]: tensors[0] if self.is_forward else list(tensors)}
         if self.is_forward:
-            return wire.values_again(tensors, self.values, self.shapes)
+            return wire.rebuild_values(tensors, self.values, self.shapes)
         rest = iter(tensors)
         return {
-            value: [next(rest) for _ in shape.forms]
+            value: [next(rest) for _ in shape.tensor_specs]
             for value, shape in zip(self.values, self.shapes, strict=True)
         }
 
 
-def _of_gradient(form: Form) -> Form:
+def _of_gradient(form: TensorSpec) -> TensorSpec:
     """Return the form of a tensor's gradient: what has none takes no space."""
     has_gradient = form.dtype.is_floating_point or form.dtype.is_complex
     return form if has_gradient else form._replace(shape=(0,), stride=(1,))

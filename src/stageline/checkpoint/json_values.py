@@ -1,7 +1,7 @@
-"""Python values as JSON that come back as they were, also where JSON has no word for them.
+"""Convert Python values to JSON and back without losing tuples and keys that are not strings.
 
 (1, 2)        {"()": [1, 2]}
-{3: "x"}      {"{}": [[3, "x"]]}    keys that are not text, such as MultiStepLR's milestones
+{3: "x"}      {"{}": [[3, "x"]]}    for instance the milestones of MultiStepLR
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from typing import Any
 from stageline.errors import CheckpointError
 
 TUPLE, PAIRS = "()", "{}"
-DEPTH = 100  # of lists in lists: JSON and Python both give up at about 1000
+MAX_DEPTH = 100  # of nested containers: both JSON and Python fail at about 1000
 
 
-def encode(name: str, value: object) -> Any:
-    """Return `value` in the types of JSON; raise `CheckpointError` if it has others."""
+def to_json(name: str, value: object) -> Any:
+    """Convert `value` to JSON types; raise `CheckpointError` if that is not possible."""
     try:
-        encoded = _encode(value, DEPTH)
-        json.dumps(encoded)  # integers of thousands of digits cannot be written
+        encoded = _encode(value, MAX_DEPTH)
+        json.dumps(encoded)  # fails for integers of thousands of digits
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{name} cannot be saved: {error}; it has to be numbers, text, None, and lists, tuples "
-            "and dicts of them"
+            f"{name} cannot be saved: {error}; it may contain only numbers, strings, None, lists, "
+            "tuples and dicts"
         ) from None
     return encoded
 
 
-def decode(value: Any) -> Any:
-    """Return what `encode` was given.
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` was given.
 
-    >>> decode(encode("data", {"a": (1, [2.5]), "b": {3: None}}))
+    >>> from_json(to_json("data", {"a": (1, [2.5]), "b": {3: None}}))
     {'a': (1, [2.5]), 'b': {3: None}}
     """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {TUPLE} and isinstance(value[TUPLE], list):
-        return tuple(decode(item) for item in value[TUPLE])
+        return tuple(from_json(item) for item in value[TUPLE])
     if value.keys() == {PAIRS} and isinstance(value[PAIRS], list):
-        return {decode(key): decode(item) for key, item in value[PAIRS]}
-    return {key: decode(item) for key, item in value.items()}
+        return {from_json(key): from_json(item) for key, item in value[PAIRS]}
+    return {key: from_json(item) for key, item in value.items()}
 
 
 def _encode(value: object, depth: int) -> Any:
     if depth == 0:
-        raise ValueError(f"it is nested more than {DEPTH} deep")
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list):
