@@ -43,6 +43,7 @@ from benchmarks.damage_kinds.kinds import KINDS
 import stageline as sl
 from stageline.checkpoint import read_tensors, record_file, write_tensors
 from stageline.checkpoint.pipeline_state import schedulers_of
+from stageline.pipeline import session_of
 from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
@@ -110,7 +111,7 @@ def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
     """Return copies of all that a load may change."""
     found: Everything = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     found["random"] = torch.get_rng_state()
-    found["counts"] = [pipe.num_steps, pipe._session.seed]
+    found["counts"] = [pipe.num_steps, session_of(pipe).seed]
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         for index, group in enumerate(state["param_groups"]):
@@ -150,7 +151,7 @@ def subject(name: str, folder: Path) -> Subject:
     torch.manual_seed(1)
     for step in (3, 4, 5):
         train(pipe, optimizer, step)
-    pipe._session.seed = 8
+    session_of(pipe).seed = 8
     sl.save(folder / f"{name}-other", pipe, optimizer, step=5)
     before = everything(pipe, optimizer)
     found = Subject(name, pipe, optimizer, folder / name, folder / f"{name}-other", right, before)

@@ -210,8 +210,7 @@ def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_f
     def traced() -> sl.Timeline:
         with pipe.trace() as trace:
             pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        timeline = trace.timeline
-        return timeline
+        return trace.timeline
 
     before = [traced() for _ in range(3)]
     found = pipe.replan(optimizer, before)
