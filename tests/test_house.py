@@ -17,7 +17,7 @@ SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "limits", "files", "reference", "costs", "schedules"),
     *("report", "simulation"),
-    *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
+    *("torch_private", "model", "runtime", "planning", "pipeline", "checkpoint", "training"),
     *("verification", "launch", "zoo", "demo", "cli", "__main__"),
 ]
 TORCH_FREE = [

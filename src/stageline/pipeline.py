@@ -33,34 +33,32 @@ from stageline.runtime.backends.processes.driver import Processes
 from stageline.runtime.backends.processes.groups import find_place
 from stageline.runtime.backends.threads import Driver, Serial, Threads, run_once
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.engine import autograd as engine
 from stageline.runtime.engine import microbatches
 from stageline.runtime.engine import recorder as measured
-from stageline.runtime.engine.joined_output import connected
+from stageline.runtime.engine.joined_output import connect_outputs
 from stageline.runtime.engine.loop import Executor, Purpose, Step, Stream, Trace
 from stageline.runtime.engine.microbatches import pair
-from stageline.runtime.engine.offload import host_memory
 from stageline.runtime.engine.result import StepResult
-from stageline.runtime.engine.stage import Stage, Target
 from stageline.runtime.engine.streaming import finished
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
-from stageline.runtime.exactness.caller_context import Ambient
-from stageline.runtime.exactness.hidden_weights import (
-    SharedBuffers,
-    check_shared_norms,
-    check_tensors,
-)
-from stageline.runtime.exactness.layer_state import HostGenerators, are_same, host_generators
+from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.parity import (
-    Outcome,
-    compare,
-    detached,
-    left_as_it_was,
+    StepOutcome,
+    detached_copy,
+    first_difference,
     plain_step,
+    preserved_model,
     without_gradients,
 )
+from stageline.runtime.exactness.shared_buffers import SharedBuffers, check_shared_norms
+from stageline.runtime.exactness.state_values import (
+    GlobalGenerators,
+    are_equal_generators,
+    global_generators,
+)
 from stageline.runtime.exactness.tied_weights import TiedWeights
-from stageline.runtime.exactness.weight_aliases import Unchanged
+from stageline.runtime.exactness.unregistered_weights import check_tensors
+from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.divergence import Guard
 from stageline.runtime.optimizers.late_clipping import (
     LateClipping,
@@ -96,6 +94,10 @@ from stageline.runtime.placement.move_layers import (
     options_of,
     to_devices,
 )
+from stageline.runtime.stage import autograd
+from stageline.runtime.stage.offload import host_memory
+from stageline.runtime.stage.stage import Stage
+from stageline.runtime.stage.stage_values import Target
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.program.routine import routine
 from stageline.schedules.program.stream import streamed
@@ -320,7 +322,7 @@ class Pipeline:
         self.num_steps += is_trained
         made = [step.outputs[i] for i in range(len(step.inputs))] if step.outputs else None
         have_gradients = [[t.requires_grad for t in trees.tensors(output)] for output in made or ()]
-        plain = trees.map_leaves(trees.without_graph, made)
+        plain = trees.map_leaves(trees.detached, made)
         outputs, have_gradients = self.peers.output((plain, have_gradients))
         if is_trained and any(map(any, have_gradients)):
             return self._connected(step, outputs, have_gradients, pieces)
@@ -339,7 +341,7 @@ class Pipeline:
             )
         self._check_idle()
         given = named_inputs(self.layers, inputs, named)
-        inputs, target, named = detached((given, target, {}))
+        inputs, target, named = detached_copy((given, target, {}))
         if any(parameter.is_meta for parameter in self.layers.modules.parameters()):
             raise ModelError(
                 "a part of the model is on the meta device, but verify needs the whole of it here: "
@@ -355,27 +357,27 @@ class Pipeline:
         """Compare a step of the pipeline with a plain loop over the same layers."""
         outside: dict[Tensor, Tensor | None] = {}  # weights of the loss, say, and their gradients
         try:
-            with left_as_it_was(self.layers, self.loss_fn):
-                expected = self._training_step(*detached((inputs, target, named)))
-                is_caught = partial(self._is_caught, expected.number)
+            with preserved_model(self.layers, self.loss_fn):
+                expected = self._training_step(*detached_copy((inputs, target, named)))
+                is_intercepted = partial(self._is_caught, expected.number)
                 modes = self.batch_norm, self.accumulate
-                plain_step(self.layers, expected, *modes, is_caught, outside)
-                wanted = Outcome.of(self.layers, expected, outside)
-            with left_as_it_was(self.layers, self.loss_fn), without_gradients(outside):
+                plain_step(self.layers, expected, *modes, is_intercepted, outside)
+                wanted = StepOutcome.of(self.layers, expected, outside)
+            with preserved_model(self.layers, self.loss_fn), without_gradients(outside):
                 step = self._training_step(inputs, target, named)
                 self._run(step)
-                found = Outcome.of(self.layers, step, outside)
+                found = StepOutcome.of(self.layers, step, outside)
         finally:
             for leaf, gradient in outside.items():
                 leaf.grad = gradient
         cut = [part if self.peers.has(rank) else range(0) for rank, part in self._placed()]
-        return compare(self.layers, found, wanted, cut)
+        return first_difference(self.layers, found, wanted, cut)
 
     def _is_caught(self, step: int, layer: int) -> bool:
         """Whether gradients of a layer, or of the loss if it is -1, may wait or be fused."""
         stages = self.executor.stages
         stage = next((stage for stage in stages if layer in stage.numbers), stages[-1])
-        return stage.is_caught(layer, step)
+        return stage.is_intercepted(layer, step)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once, in the order of the layers; with several processes, those of this one."""
@@ -494,7 +496,7 @@ class Pipeline:
         """A layer that drew nothing when it was watched may begin to; then all are watched."""
         if not torch.equal(torch.get_rng_state(), before):
             for stage in self.executor.stages:
-                stage.silent.trusts = False
+                stage.deterministic_layers.trusts = False
             warnings.warn(
                 "random numbers were drawn from torch's own generator during a step, by a layer "
                 "that drew none before, or by another thread of yours: in this step they depend on "
@@ -502,11 +504,11 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _warn_of_host_generators(self, before: HostGenerators) -> None:
+    def _warn_of_host_generators(self, before: GlobalGenerators) -> None:
         """Python and numpy have one generator each, for all stages."""
-        if self.schedule.num_stages > 1 and not are_same(host_generators(), before):
+        if self.schedule.num_stages > 1 and not are_equal_generators(global_generators(), before):
             for stage in self.executor.stages:
-                stage.state.draws = None
+                stage.layer_state.uses_global_generators = None
             if not self.has_warned:
                 self.has_warned = True
                 warnings.warn(
@@ -668,7 +670,7 @@ class Pipeline:
         stages = [
             stage for number, stage in enumerate(self.executor.stages) if number in stepper.own
         ]
-        trusted = [stage.silent.trusts for stage in stages]
+        trusted = [stage.deterministic_layers.trusts for stage in stages]
         self.peers.begin(())
         stepper.begin()
         self.is_streaming = True
@@ -676,7 +678,7 @@ class Pipeline:
             for stage in stages:
                 stage.keep_versions(self.executor.depth_of(stage))
                 # with threads, the caller may draw from torch's generator at any time
-                stage.silent.trusts &= not isinstance(self.driver, Threads)
+                stage.deterministic_layers.trusts &= not isinstance(self.driver, Threads)
             with self._shared_buffers_unchanged():
                 yield stream
         except BaseException:
@@ -687,8 +689,8 @@ class Pipeline:
             stepper.end()
             for stage, trusts in zip(stages, trusted, strict=True):
                 stage.versions = None
-                stage.silent.trusts = trusts
-                stage.statistics.seen.clear()
+                stage.deterministic_layers.trusts = trusts
+                stage.statistics.clear()
             for parameter in self.parameters():
                 parameter.grad = None
             self._last = Trace(
@@ -742,10 +744,10 @@ class Pipeline:
             exchange(moves, luggage, self.peers)
             luggage.put_back(self.parameters())
         self.tied = self._settle(optimizer)
-        trusts = all(stage.silent.trusts for stage in self.executor.stages)
+        trusts = all(stage.deterministic_layers.trusts for stage in self.executor.stages)
         self.executor = self._staged(self.executor.recompute)
         for stage in self.executor.stages:
-            stage.silent.trusts &= trusts
+            stage.deterministic_layers.trusts &= trusts
 
     def _training_step(self, inputs: Any, target: Any, named: Mapping[str, Any]) -> Step:
         if torch.is_inference_mode_enabled():
@@ -766,7 +768,7 @@ class Pipeline:
         with torch.enable_grad():  # inputs may come from a graph of the caller's
             parts = microbatches.cut(given, pieces)
         first = self.peers.replica * self.schedule.num_microbatches
-        return Step(parts, self.seed, self.num_steps, first, Ambient.here())
+        return Step(parts, self.seed, self.num_steps, first, ForwardContext.current())
 
     def _run(self, step: Step) -> None:
         self._check_idle()
@@ -776,10 +778,12 @@ class Pipeline:
         self.tied.refresh()
         if has_backward:
             self.peers.begin(self.parameters())
-        before, of_host = torch.get_rng_state(), host_generators()
-        unchanged = Unchanged(self.parameters() if has_backward and len(step.inputs) > 1 else ())
+        before, of_host = torch.get_rng_state(), global_generators()
+        unchanged = UnchangedWeights(
+            self.parameters() if has_backward and len(step.inputs) > 1 else ()
+        )
         for stage in self.executor.stages:
-            stage.unchanged = unchanged
+            stage.unchanged_weights = unchanged
         try:
             with self._shared_buffers_unchanged():
                 moments = run_once(self.driver, self.executor, step).moments
@@ -799,33 +803,33 @@ class Pipeline:
             raise
         finally:
             for stage in self.executor.stages:
-                stage.unchanged = None
+                stage.unchanged_weights = None
             for each in statistics:
-                each.seen.clear()
+                each.clear()
         self._last = Trace(moments, step.purpose, len(step.inputs))
 
     def _watch_again(self) -> None:
         """After a step that failed: it may have failed for what a layer began to do."""
         for stage in self.executor.stages:
-            stage.inner.first_step = None
+            stage.inner_gradients.first_step = None
 
     @contextmanager
     def _shared_buffers_unchanged(self) -> Iterator[None]:
         """Around the first run: what several stages have must not be moved by any of them."""
         shared = self.shared_buffers
-        if not shared.places:
+        if not shared.shared:
             yield
             return
-        shared.note()
+        shared.record()
         yield
-        self.peers.everywhere(shared.compare)
+        self.peers.everywhere(shared.check)
 
     def _pass_back(self, step: Step) -> None:
         """On to what made the inputs, if they are part of a graph."""
         wanted = [(t, g) for t, g in _wanted(step) if g is not None]
         if wanted:
-            roots = [engine.root(tensor, gradient) for tensor, gradient in wanted]
-            engine.backward(roots, [gradient for _, gradient in wanted])
+            roots = [autograd.root(tensor, gradient) for tensor, gradient in wanted]
+            autograd.backward(roots, [gradient for _, gradient in wanted])
 
     def _connected(
         self, step: Step, outputs: list[Any], have_gradients: list[list[bool]], pieces: list[int]
@@ -861,7 +865,7 @@ class Pipeline:
         inputs = [t for part in step.inputs for t in trees.tensors(part) if t.requires_grad]
         weights = [p for p in self.parameters() if p.requires_grad and not p.is_meta]
         have_one = [any(column) for column in zip(*have_gradients, strict=True)]
-        fresh = iter(connected(trees.tensors(joined), have_one, inputs, weights, drain))
+        fresh = iter(connect_outputs(trees.tensors(joined), have_one, inputs, weights, drain))
         return trees.map_leaves(
             lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, joined
         )

@@ -235,7 +235,7 @@ def test_a_layer_that_works_in_place_in_later_micro_batches() -> None:
     pipe.step(x, y)
     layers = [nn.Linear(4, 4), Sometimes(), nn.Linear(4, 4)]
     pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=4, recompute="always")
-    with pytest.raises(StageError, match="layer '1' changed what it was given in place, but not"):
+    with pytest.raises(StageError, match="layer '1' changed its input in place, but did not"):
         pipe.step(x, y)
     for weight in pipe.parameters():
         weight.grad = None
@@ -337,5 +337,5 @@ def test_a_backward_in_a_forward_does_not_stop_silently_at_a_border() -> None:
             return torch.as_tensor(self.linear(x))
 
     pipe = Pipeline([nn.Linear(4, 4), Inner()], mse_loss, num_ranks=2, num_microbatches=2)
-    with pytest.raises((StageError, ModelError), match="goes through what it was given"):
+    with pytest.raises((StageError, ModelError), match="continues through the stage's input"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))

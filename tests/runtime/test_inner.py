@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stageline.errors import ParityError, StageError
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine import stage
+from stageline.runtime.stage import forward_pass
 
 Gradients = list[Tensor | None]
 WAYS: list[dict[str, Any]] = [
@@ -350,7 +350,7 @@ def test_verify_says_so(layer: type[Block]) -> None:
 
 def test_verify_sees_where_it_is_not_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that a forward brings, added when they come instead of when it is their turn."""
-    monkeypatch.setattr(stage, "filled_apart", lambda _: nullcontext([]))
+    monkeypatch.setattr(forward_pass, "collected_gradients", lambda _: nullcontext([]))
     pipe = opened(chain(OwnLoss), schedule="1f1b", backend="serial")
     with pytest.raises(ParityError, match="differs from a plain loop"):
         pipe.verify(*batch())
@@ -534,14 +534,16 @@ def test_a_stage_that_differentiates_nothing_still_puts_its_weights_off() -> Non
         first, counts = pipe.executor.stages[0], list[int]()
         usual = first.weight_gradients
 
-        def counted(microbatch: int, waiting: Any, usual: Any = usual, seen: Any = counts) -> None:
-            seen.append(len(waiting.owed[microbatch][0]))
-            usual(microbatch, waiting)
+        def counted(
+            microbatch: int, in_flight: Any, usual: Any = usual, counts: Any = counts
+        ) -> None:
+            counts.append(len(in_flight.deferred[microbatch][0]))
+            usual(microbatch, in_flight)
 
         first.weight_gradients = counted  # type: ignore[method-assign]
         for _ in range(2):
             pipe.step(*batch())
-        parts = [part for bound in first.bound for part in bound.layer.module.modules()]
+        parts = [part for layer in first.stage_layers for part in layer.module.modules()]
         linears = sum(isinstance(part, nn.Linear) for part in parts)
         assert counts[4:] == [linears] * 4
         assert counts[:4] == [linears - 2 * num_watched] * 4

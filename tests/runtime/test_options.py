@@ -194,26 +194,26 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks() -> None:
 
 
 class FakeMemory:
-    """A host that notes what is moved, and when."""
+    """A host memory that records each copy, and when it is made."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.far = 0  # tensors that are on the host now
+        self.num_on_host = 0  # tensors that are on the host now
         self.is_needed = False  # a backward runs
 
-    def park(self, tensor: Tensor) -> Tensor:
-        self.events.append("park")
-        self.far += 1
+    def copy_out(self, tensor: Tensor) -> Tensor:
+        self.events.append("copy out")
+        self.num_on_host += 1
         return tensor.clone()
 
-    def fetch(self, parked: Tensor) -> Tensor:
-        self.events.append("fetch too late" if self.is_needed else "fetch")
-        self.far -= 1
-        return parked.clone()
+    def copy_in(self, on_host: Tensor) -> Tensor:
+        self.events.append("copy in too late" if self.is_needed else "copy in")
+        self.num_on_host -= 1
+        return on_host.clone()
 
-    def take(self, fetched: Tensor) -> Tensor:
-        self.events.append("take")
-        return fetched
+    def wait(self, on_device: Tensor) -> Tensor:
+        self.events.append("wait")
+        return on_device
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
@@ -238,9 +238,9 @@ def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward
     pipe.step(*batch)
     pipe.step(*batch)
     assert_equal(gradients(model), wanted)
-    assert memory.far == 0
-    assert memory.events.count("park") == memory.events.count("fetch") > 0
-    assert "fetch too late" not in memory.events
+    assert memory.num_on_host == 0
+    assert memory.events.count("copy out") == memory.events.count("copy in") > 0
+    assert "copy in too late" not in memory.events
     pipe.close()
 
 
@@ -320,7 +320,7 @@ def test_a_layer_that_begins_to_work_in_place_is_told_and_then_given_copies() ->
     x, tokens, y = torch.randn(4, 4), torch.ones(4, 4), torch.randn(4, 3)
     pipe.step(x, y, tokens=tokens)
     switching.is_in_place = True
-    with pytest.raises(StageError, match="layer 'late' changed what it was given in place"):
+    with pytest.raises(StageError, match="layer 'late' changed its input in place"):
         pipe.step(x, y, tokens=tokens)
     tokens = torch.ones(4, 4)
     pipe.step(x, y, tokens=tokens)
@@ -401,7 +401,7 @@ def test_autocast_on_threads_casts_weights_as_a_plain_loop_does(schedule: str) -
 def test_gradients_of_gradients_through_an_output_are_refused() -> None:
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
     x = torch.randn(4, 6, requires_grad=True)
-    with pytest.raises(ModelError, match="gradients of gradients were asked for"):
+    with pytest.raises(ModelError, match="gradients of gradients were requested"):
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
     pipe.close()
 

@@ -269,7 +269,7 @@ def test_fields_of_a_dataclass_come_in_their_order_whenever_they_were_set() -> N
 def test_an_attribute_that_is_an_item_too_stays_one_tensor() -> None:
     tree = AttributesAndItems(logits=tensor())
     assert len(trees.tensors(tree)) == 1
-    other = trees.map_leaves(trees.copied, tree)
+    other = trees.map_leaves(trees.cloned, tree)
     assert other.logits is other["logits"]
     assert other.logits is not tree.logits
 
@@ -339,7 +339,7 @@ def test_other_objects_are_leaves() -> None:
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
-    with pytest.raises(ModelError, match="a list contains itself, or is nested too deep"):
+    with pytest.raises(ModelError, match="a list contains itself or is nested too deep"):
         flatten(tree)
 
 
@@ -353,7 +353,7 @@ def test_too_few_or_too_many_leaves_are_refused() -> None:
 
 def test_a_packed_sequence_keeps_its_order() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
-    other = trees.map_leaves(trees.itself, packed)
+    other = trees.map_leaves(trees.identity, packed)
     assert isinstance(other, PackedSequence)
     pairs = zip(other, packed, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)

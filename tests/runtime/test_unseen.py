@@ -186,7 +186,7 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
         )
 
     batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)
-    message = r"^layers '1' and '3' are of different stages and have the same (Batch|Instance)Norm1"
+    message = r"^layers '1' and '3' are in different stages and share a (Batch|Instance)Norm1"
     with pytest.raises(ModelError, match=message):
         pipe(norm(track_running_stats=True), [2, 3])
     together = pipe(norm(track_running_stats=True), [4, 1])
@@ -201,7 +201,7 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
 def test_a_state_that_stages_of_a_stream_share_and_move_is_refused(backend: str) -> None:
     shared = Average(moves="in place")
     pipe = pipedream([nn.Linear(4, 4), shared, shared], backend)
-    with pytest.raises(ModelError, match=r"the buffer '1.mean' was changed by a forward, and"):
+    with pytest.raises(ModelError, match=r"the buffer '1.mean' was changed by a forward, but"):
         list(pipe.run(DATA[:2]))
     pipe.close()
 
@@ -240,7 +240,7 @@ def test_a_state_that_stages_share_and_move_is_refused_and_a_table_is_not(
             pipe.verify(*DATA[0])
         else:
             with pytest.raises(
-                ModelError, match=r"the buffer '1.mean' was changed by a forward, an"
+                ModelError, match=r"the buffer '1.mean' was changed by a forward, but"
             ):
                 pipe.step(*DATA[0])
     pipe.close()

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.model.layers import LayerSequence
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import BatchNormBase
 
 Batch = tuple[Any, Tensor]  # inputs, a dict if they have names, and the target
 # How many values, their mean and the sum of squared differences from it, by channel.
@@ -35,7 +35,7 @@ def train_plainly(
 ) -> list[float]:
     """A step of the optimizer for each batch; gives back the losses."""
     doubles = untie(layers)
-    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):
@@ -103,7 +103,7 @@ def add_up(doubles: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 @contextmanager
-def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+def statistics(norms: list[BatchNormBase]) -> Iterator[None]:
     """Running statistics take in the mini-batch once, whatever torch did to them meanwhile."""
     seen: dict[nn.Module, list[Moments]] = {norm: [] for norm in norms}
     before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
@@ -122,7 +122,7 @@ def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
         _take_in(norm, before[norm], seen[norm])
 
 
-def _take_in(norm: _BatchNorm, before: list[Tensor], seen: list[Moments]) -> None:
+def _take_in(norm: BatchNormBase, before: list[Tensor], seen: list[Moments]) -> None:
     """The micro-batches one by one in ascending order, in doubles, and rounded at the very end.
 
     The order matters as it does for gradients: (9 a + b) / 10 of two floats is often just halfway

@@ -7,7 +7,7 @@ and the cause, after every other rank has stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, thread, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import count
 from threading import Condition
@@ -26,10 +26,11 @@ from stageline.runtime.engine.loop import (
     Step,
     Stream,
 )
-from stageline.runtime.exactness.caller_context import Surroundings
+from stageline.runtime.exactness.caller_context import CallerContext
 from stageline.runtime.optimizers.late_clipping import Norms
 from stageline.runtime.optimizers.speculation import norms_for
 from stageline.schedules.action import WHOLE_BATCH, Action, Kind
+from stageline.torch_private import is_interpreter_exiting
 
 LOOK = 0.5  # seconds after which a rank that waits looks whether the interpreter waits for it
 WORDS = {
@@ -200,7 +201,7 @@ class Gate:
         """Wait for a mini-batch; whether there is anything to do in this segment."""
         with self.changed:
             while not self.changed.wait_for(lambda: segment < self.num_fed or self.is_over, LOOK):
-                if thread._shutdown:  # noqa: SLF001  the interpreter ends, in the middle of a stream
+                if is_interpreter_exiting():  # in the middle of a stream
                     return False
             return not self.is_stopped and segment < self.num_fed + self.lag and self.num_fed > 0
 
@@ -224,7 +225,7 @@ class SideBySide:
         self.gate = Gate(executor.num_ranks, stream.lag)
         self.post = PostOffice(executor.period.placement, executor.num_ranks)
         self.failures: list[StageError] = []
-        ours = Surroundings.here()
+        ours = CallerContext.current()
         ranks = range(executor.num_ranks)
         self.futures = [home.pool.submit(ours.run, self._work, rank) for rank in ranks]
 
@@ -305,7 +306,7 @@ def _failure(executor: Executor, stream: Stream, rank: int, error: BaseException
 def failure_text(executor: Executor, stream: Stream, rank: int, error: BaseException) -> str:
     """Which rank, layer, action and micro-batch, and what happened."""
     minibatch, action = stream.now[rank]
-    layer = executor.stages[action.stage].at_work
+    layer = executor.stages[action.stage].running_layer
     which = "" if action.microbatch == WHOLE_BATCH else f", micro-batch {action.microbatch}"
     which += f" of mini-batch {minibatch}" if stream.stepper is not None else ""
     return (

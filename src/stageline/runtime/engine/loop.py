@@ -18,14 +18,15 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from stageline.model.layers import LayerSequence, Value
-from stageline.runtime.engine.stage import Gradients, Pass, Stage, Target, Waiting
 from stageline.runtime.engine.tasks import Task, first_reads, inputs_of, tasks_of
-from stageline.runtime.exactness.caller_context import Ambient
-from stageline.runtime.exactness.hidden_weights import UsedWeights
+from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.in_place import NO_MARKS, Mark, Marks
+from stageline.runtime.exactness.unregistered_weights import UsedWeights
 from stageline.runtime.optimizers.late_clipping import Norms
 from stageline.runtime.optimizers.speculation import Naming, ahead, as_it_is, norms_for
 from stageline.runtime.optimizers.stage_optimizers import Stepper, Update
+from stageline.runtime.stage.stage import Stage
+from stageline.runtime.stage.stage_values import ForwardArgs, Gradients, InFlight, Target
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.program.stream import Beat, Period
 
@@ -99,7 +100,7 @@ class Step:
     seed: int
     number: int  # how many steps came before
     first: int  # of the micro-batches of all replicas, the number of the first one here
-    ambient: Ambient
+    ambient: ForwardContext
     purpose: Purpose = Purpose.TRAIN
     targets: list[Target] = field(default_factory=list)
     losses: dict[int, Any] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class Step:
     output_gradients: list[Contents] = field(default_factory=list)  # by micro-batch, to drain with
     # by micro-batch and value, the gradients of its tensors
     input_gradients: dict[tuple[int, Value], list[Tensor | None]] = field(default_factory=dict)
-    waiting: dict[int, Waiting] = field(default_factory=dict)  # by stage
+    waiting: dict[int, InFlight] = field(default_factory=dict)  # by stage
     updates: dict[int, Update] = field(default_factory=dict)  # by stage
 
 
@@ -325,7 +326,7 @@ class Executor:
         """While the gradient may still be on its way."""
         stage, microbatch = task.action.stage, task.action.microbatch
         waiting = step.waiting[stage]
-        if microbatch in waiting.passes:
+        if microbatch in waiting.recomputations:
             start = perf_counter()
             self.stages[stage].prepare_backward(microbatch, waiting)
             moments.append(Moment(task.action, start, 0.0, start, perf_counter(), number))
@@ -365,7 +366,7 @@ class Executor:
         for value in self.inputs[number]:
             values[value] = brought[value.name]
         stage = self.stages[number]
-        this = Pass(
+        this = ForwardArgs(
             microbatch,
             values,
             step.targets[microbatch] if step.targets and number == self.last else None,
@@ -382,7 +383,7 @@ class Executor:
         if step.purpose is Purpose.EVALUATE:
             forwarded = stage.run_only(this)
         else:
-            waiting = step.waiting.setdefault(number, Waiting())
+            waiting = step.waiting.setdefault(number, InFlight())
             forwarded = stage.forward(this, waiting)
             if forwarded.loss is not None:
                 step.losses[microbatch] = forwarded.loss
@@ -394,7 +395,7 @@ class Executor:
         number, microbatch = task.action.stage, task.action.microbatch
         if number == self.last and step.output_gradients:
             gradients.update(step.output_gradients[microbatch])
-        self.used_weights.look(number, step.waiting[number].graphs[microbatch])
+        self.used_weights.check(number, step.waiting[number].graphs[microbatch])
         back = self.stages[number].backward(
             microbatch, gradients, step.waiting[number], in_halves=task.in_halves
         )

@@ -22,15 +22,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.weight_aliases import Unchanged
+from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.undo import check_undoable
+from stageline.torch_private import mark_as_stepped
 
 if TYPE_CHECKING:
     from stageline.runtime.engine.loop import Step
-    from stageline.runtime.engine.stage import Stage
-    from stageline.runtime.exactness.batch_norm import Seen
+    from stageline.runtime.exactness.batch_norm import NormMoments
     from stageline.runtime.optimizers.late_clipping import LateClipping
     from stageline.runtime.optimizers.weight_versions import Versions
+    from stageline.runtime.stage.stage import Stage
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -94,8 +95,7 @@ class StageOptimizer:
     def after_step(self) -> None:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
-            # or torch warns of the wrong order if the very first step is left out
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+            mark_as_stepped(self.optimizer)
             self.restore()
             self.known = []  # the caller may look from another thread, while they change
             self.scheduler.step()
@@ -117,7 +117,7 @@ class Stepper:
         stages: list[Stage],
         own: Mapping[int, StageOptimizer | None],
         finish: Callable[[], None],
-        seen_by_replicas: Callable[[Seen], Seen],
+        seen_by_replicas: Callable[[NormMoments], NormMoments],
         *,
         watches: bool,
     ) -> None:
@@ -127,7 +127,7 @@ class Stepper:
         self.meddled: str | None = None
         self.clipping: LateClipping | None = None  # if the norm of all gradients has a limit
         self.at_work: set[Optimizer] = set()
-        self.unchanged: dict[int, Unchanged] = {}  # by stage, in a stream
+        self.unchanged: dict[int, UnchangedWeights] = {}  # by stage, in a stream
         self.release = weakref.finalize(self, self._refuse_others())
 
     def step(self, number: int, depth: int, step: Step) -> Update:
@@ -159,7 +159,7 @@ class Stepper:
         self.finish()
         for number in numbers:
             stage, own = self.stages[number], self.own[number]
-            stage.at_work = "optimizer"
+            stage.running_layer = "optimizer"
             stage.statistics.update(step.number, self.seen_by_replicas)
             if own is not None:
                 self._look_for_meddling(number, own)
@@ -202,7 +202,7 @@ class Stepper:
     def _keep_watch(self, number: int) -> None:
         """On weights that hooks of the user's could change before the next step."""
         if own := self.own[number]:
-            self.unchanged[number] = Unchanged(own.parameters)
+            self.unchanged[number] = UnchangedWeights(own.parameters)
 
     def _look_for_meddling(self, number: int, own: StageOptimizer) -> None:
         found = own.meddling()

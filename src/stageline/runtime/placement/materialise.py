@@ -20,6 +20,7 @@ from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime import trees
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import MODULE_TABLES, buffer_table, parameter_table, version_of
 
 Init = Callable[[Layer], object]
 
@@ -91,7 +92,7 @@ def check_filled(layers: LayerSequence, here: Iterable[int], blanks: Iterable[Bl
         layer = layers.layers[number]
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
-                if attribute not in OF_MODULES and _is_on_meta(value):
+                if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
                         f"{_joined(layer.name, name, attribute)!r} is on the meta device, and is "
                         "neither a parameter nor a buffer, so nobody gives it values: use "
@@ -122,7 +123,7 @@ def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
 def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
     """Tensors of a module by others, wherever it has them."""
     for part in module.modules():
-        for places in (part._parameters, part._buffers):  # noqa: SLF001  as nn.Module.to does
+        for places in (parameter_table(part), buffer_table(part)):
             for name, tensor in places.items():
                 if tensor is not None and tensor in made:
                     places[name] = made[tensor]  # type: ignore[assignment]
@@ -137,29 +138,25 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-# What nn.Module keeps its parts in, under names of its own.
-OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
 def _blanks(layers: LayerSequence, here: Iterable[int], made: set[Tensor]) -> list[Blank]:
     """Where the new tensors are; a weight that an earlier layer elsewhere has comes from there."""
     numbers = set(here)
     found: dict[Tensor, Blank | None] = {}
     for number, layer in enumerate(layers.layers):
         for prefix, module in layer.module.named_modules():
-            for places in (module._parameters, module._buffers):  # noqa: SLF001  as nn.Module.to does
+            for places in (parameter_table(module), buffer_table(module)):
                 for name, tensor in places.items():
                     if tensor is None or tensor not in made:
                         continue
                     is_elsewhere = number not in numbers and isinstance(tensor, nn.Parameter)
-                    version = tensor._version  # noqa: SLF001  there is no public one
+                    version = version_of(tensor)
                     blank = Blank(_joined(layer.name, prefix, name), module, name, version)
                     found.setdefault(tensor, None if is_elsewhere else blank)
     return [blank for blank in found.values() if blank is not None]
 
 
 def _is_on_meta(value: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_meta for each in trees.inside(value))
+    return any(isinstance(each, Tensor) and each.is_meta for each in trees.tensors_inside(value))
 
 
 def _joined(*names: str) -> str:
@@ -181,7 +178,7 @@ def _is_blank(tensor: Tensor, version: int) -> bool:
         return False
     if isinstance(blank, int):
         return bool((bits == blank).any())
-    return tensor._version == version and torch.equal(bits, blank)  # noqa: SLF001  there is no public one
+    return version_of(tensor) == version and torch.equal(bits, blank)
 
 
 def _bits(tensor: Tensor) -> tuple[Tensor, int | Tensor]:

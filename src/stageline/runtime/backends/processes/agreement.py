@@ -11,7 +11,7 @@ import torch
 from stageline.model.layers import LayerSequence
 from stageline.runtime import trees
 from stageline.runtime.engine.loop import Step
-from stageline.runtime.engine.stage import Target
+from stageline.runtime.stage.stage_values import Target
 from stageline.schedules.schedule import Schedule
 
 

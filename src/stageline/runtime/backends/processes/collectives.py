@@ -25,7 +25,7 @@ from stageline.runtime.backends.processes.clock import SHIFT
 from stageline.runtime.backends.processes.groups import Place
 from stageline.runtime.backends.processes.message_shapes import Form, Shape
 from stageline.runtime.engine.loop import Moment, Step
-from stageline.runtime.exactness.batch_norm import Seen
+from stageline.runtime.exactness.batch_norm import NormMoments
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.optimizers.stage_optimizers import Update
 
@@ -88,7 +88,7 @@ class Peers(Protocol):
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start to sum gradients over replicas, beside what goes on."""
 
-    def seen_by_replicas(self, own: Seen) -> Seen:
+    def seen_by_replicas(self, own: NormMoments) -> NormMoments:
         """Statistics of this process's part of the model, of all replicas in their order."""
 
     def finish(self) -> None:
@@ -160,7 +160,7 @@ class Alone:
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
-    def seen_by_replicas(self, own: Seen) -> Seen:
+    def seen_by_replicas(self, own: NormMoments) -> NormMoments:
         return own
 
     def finish(self) -> None:
@@ -305,7 +305,7 @@ class Group:
                 self.flying.append((work, found, bucket))
 
     @together("statistics")
-    def seen_by_replicas(self, own: Seen) -> Seen:
+    def seen_by_replicas(self, own: NormMoments) -> NormMoments:
         others = self.replicas or self.place.siblings
         if others is None:
             return own
@@ -406,7 +406,7 @@ class Group:
                 )
             for number, double in uses:
                 if all(are_hooked.values()):
-                    self._share_apart(double, tied.apart, homes[number])
+                    self._share_apart(double, tied.gradients_by_microbatch, homes[number])
                     continue
                 forms = [Form.of(double)]
                 gradient = self._broadcast([double.grad], forms, homes[number])[0]

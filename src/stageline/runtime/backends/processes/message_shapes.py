@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.runtime import trees
 from stageline.runtime.backends.processes import encoding
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.torch_private import FakeTensorMode
 
 
 class Form(NamedTuple):
@@ -98,7 +98,9 @@ class Foreseen(NamedTuple):
     end: str  # which layer could not be run without data, and why; empty if all could
 
 
-def value_shapes(layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambient) -> Foreseen:
+def value_shapes(
+    layers: LayerSequence, inputs: Mapping[str, Any], ambient: ForwardContext
+) -> Foreseen:
     """Of all values up to the first layer that needs data."""
     found: dict[Value, Shape] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,1 @@
+"""One stage: its forward, its backward, and what it keeps between them."""
