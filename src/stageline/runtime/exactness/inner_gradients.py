@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.layer_state import BufferSlot, BufferSnapshot
 from stageline.runtime.exactness.randomness import is_of_torch
 from stageline.torch_private import (
-    buffer_table,
     has_hooks,
     is_forward_mode_active,
     is_inside_transform,
@@ -55,18 +53,11 @@ class InnerGradients:
     `accumulates`: a backward inside a forward adds to `.grad`.
     """
 
-    def __init__(
-        self, modules: Mapping[int, nn.Module] | None = None, untracked: Iterable[nn.Module] = ()
-    ) -> None:
-        """`untracked` are modules whose changes to their buffers are undone after each forward."""
+    def __init__(self, modules: Mapping[int, nn.Module] | None = None) -> None:
         self.modules = dict(modules or {})
         self.harmless = {n for n, module in self.modules.items() if never_differentiates(module)}
         self.has_forward_mode = any(map(_may_use_forward_mode, self.modules.values()))
         parts = [part for module in self.modules.values() for part in module.modules()]
-        excluded = set(untracked)
-        tables = [buffer_table(part) for part in parts if part not in excluded]
-        self.buffers = [BufferSlot(table, name) for table in tables for name in table]
-        self.changing: set[BufferSlot] = set()  # buffers that a forward changes in place
         own = [parameter_table(part) for part in parts]
         self.parameters = [(table, name) for table in own for name in table]
         # by loss function: whether it never differentiates, and whether it may use forward mode
@@ -134,10 +125,6 @@ class InnerGradients:
         """Repeat the forward: a backward inside it needs a saved tensor that was dropped."""
         self.differentiates = True
         raise RepeatForward
-
-    def snapshot_buffers(self) -> BufferSnapshot:
-        """Return the buffers before a forward, so that it can be run again."""
-        return BufferSnapshot(self.buffers, self.changing)
 
     def weights(self, aliases: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
         """Return all weights that a forward may use, and their aliases."""

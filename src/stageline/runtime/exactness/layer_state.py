@@ -7,6 +7,8 @@ has become since:
     forward 1      state 1 ─► state 2
     recompute 0    state 0 ─► …             in the place of state 2, which is put back afterwards
 
+A forward that has to run again at once, in another way, first undoes what it did to the state.
+
 State is buffers, and attributes of modules: tensors, numbers, text, generators of torch, Python and
 numpy, and lists, tuples, dicts, sets and deques of them; and the global generators of Python and
 numpy. Objects of other classes are not examined. Only tensors that were seen to change are copied;
@@ -15,11 +17,10 @@ all are copied once, when the stage first runs.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,29 +42,35 @@ from stageline.runtime.exactness.state_values import (
 )
 from stageline.torch_private import (
     BatchNormBase,
+    NormBase,
     buffer_table,
     has_forward_pre_hooks,
-    version_of,
 )
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # every module has them; buffers come apart
 GLOBAL_GENERATORS = RLock()  # guards the global generators of Python and numpy
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 ABSENT = object()  # in the place of an attribute that does not exist
-Slot = tuple[dict[str, Any], str]  # a dict of a module, and a name in it
 
 
-@dataclass(frozen=True)
-class SavedSlot:
-    """One buffer or attribute before a forward: a copy of its value, and its fingerprint."""
+class SavedSlot(NamedTuple):
+    """One buffer or attribute before a forward: its value, a copy, and the value's fingerprint.
+
+    A tensor that is not expected to change is its own copy.
+    """
 
     table: dict[str, Any]
     name: str
+    value: Any
     copied: Any
     fingerprint: object
 
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.table), self.name
 
-@dataclass(frozen=True)
-class StateSnapshot:
+
+class StateSnapshot(NamedTuple):
     """The state before a forward, or the part of it that the forward changed."""
 
     slots: Sequence[SavedSlot]
@@ -78,10 +85,20 @@ class LayerState:
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, has_norms: bool = False) -> None:
-        """`has_norms`: include torch's own BatchNorm, whose statistics have their own rules."""
+        """Look at the state of modules.
+
+        `has_norms`: include torch's own BatchNorm. With batch_norm="minibatch" no forward changes
+        its statistics.
+        """
         self.modules = list(modules)
         parts = (part for module in self.modules for part in module.modules())
-        self.parts = [p for p in parts if has_norms or not _is_norm(p)]
+        self.parts = [
+            (part, buffer_table(part), is_of_torch(part))
+            for part in parts
+            if has_norms or not _is_batch_norm(part)
+        ]
+        # their functions change the statistics without incrementing their version
+        self.norms = {id(buffers) for p, buffers, _ in self.parts if isinstance(p, NormBase)}
         self.changing: set[tuple[int, str]] | None = None  # None: it has not run yet
         self.uses_global_generators: bool | None = None  # None: not known
 
@@ -104,73 +121,107 @@ class LayerState:
         """Return the present state, with copies of what may change."""
         copies: dict[int, Tensor] = {}
         slots = [
-            SavedSlot(table, name, self._copied((table, name), copies), fingerprint(table[name]))
-            for table, name in self._slots()
+            SavedSlot(table, name, value, *self._copied(table, name, value, copies))
+            for table, name, value in self._slots()
         ]
         is_used = self.uses_global_generators is not False
         return StateSnapshot(slots, global_generators() if is_used else None)
 
+    def learn(self, before: StateSnapshot) -> None:
+        """Remember what a forward changed, so that it is copied from now on."""
+        self._remember(self._changed(before))
+
     def changed_since(self, before: StateSnapshot) -> StateSnapshot:
-        """Return the part of an earlier state that has changed since then."""
-        changed = [slot for slot in before.slots if _is_changed(slot)]
-        known = {_key((slot.table, slot.name)) for slot in before.slots}
-        changed += [
-            SavedSlot(table, name, ABSENT, ABSENT)
-            for table, name in self._slots()
-            if _key((table, name)) not in known
-        ]
-        for slot in changed:
-            self._check(slot)
-        keys = {_key((slot.table, slot.name)) for slot in changed}
-        self.changing = (self.changing or set()) | keys
+        """Return the part of an earlier state that has changed since then, and remember it.
+
+        Raise ModelError if a tensor was changed in place that had not been copied.
+        """
+        changed = self._changed(before)
+        late = [slot for slot in changed if _is_overwritten(slot)]
+        self._remember(changed)
+        if late:
+            raise ModelError(
+                f"the forward changed {late[0].name!r} in place, but not when it first ran, and is "
+                "to be recomputed from the old value: run the step again"
+            )
         generators = before.generators
         if generators is not None and are_equal_generators(generators, global_generators()):
             generators = None
-        return StateSnapshot(changed, generators)
+        # without the values themselves: a forward may have replaced them
+        return StateSnapshot([slot._replace(value=None) for slot in changed], generators)
+
+    def undo(self, before: StateSnapshot, layer: str) -> None:
+        """Undo what a forward did to the state, so that it can run again."""
+        changed = self._changed(before)
+        late = [slot for slot in changed if _is_overwritten(slot)]
+        self._remember(changed)
+        if late:
+            raise ModelError(
+                f"{layer!r} takes gradients inside its forward, or uses a weight in another way "
+                f"than before, and its stage has to run again, but has changed {late[0].name!r} in "
+                "place, as it did not in the first step: set gradients to zero and run the step "
+                "again"
+            )
+        for slot in changed:
+            if isinstance(slot.value, Tensor):
+                if slot.copied is not slot.value:
+                    # by .data: graphs of other micro-batches may have saved running statistics, and
+                    # refuse a backward if their version has changed
+                    slot.value.data.copy_(slot.copied)
+                slot.table[slot.name] = slot.value
+            else:
+                _put(slot.table, slot.name, restore_value(slot.copied))
+        if before.generators is not None:
+            set_global_generators(before.generators)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Let forwards run on copies of the state, and put everything back afterwards."""
         before = LayerState(self.modules, has_norms=True).snapshot()  # with copies of all tensors
-        known = {_key((slot.table, slot.name)) for slot in before.slots}
         with restored(before):
             try:
                 yield
             finally:
-                for table, name in [slot for slot in self._slots() if _key(slot) not in known]:
-                    del table[name]
+                for slot in self._added(before):
+                    del slot.table[slot.name]
 
-    def _check(self, slot: SavedSlot) -> None:
-        """Raise ModelError for a tensor that was changed in place and had not been copied."""
-        is_tensor = isinstance(slot.copied, Tensor)
-        is_late = self.changing is not None and _key((slot.table, slot.name)) not in self.changing
-        if is_tensor and is_late and slot.table.get(slot.name) is slot.copied:
-            self.changing = {*(self.changing or ()), _key((slot.table, slot.name))}
-            raise ModelError(
-                f"the forward changed {slot.name!r} in place, but not when it first ran, and is to "
-                "be recomputed from the old value: run the step again"
-            )
+    def _changed(self, before: StateSnapshot) -> list[SavedSlot]:
+        """Return the slots that have changed, and those that did not exist."""
+        return [*(slot for slot in before.slots if _is_changed(slot)), *self._added(before)]
 
-    def _slots(self) -> Iterator[Slot]:
-        for part in self.parts:
-            buffers = buffer_table(part)
-            for name in buffers:
-                yield buffers, name
-            if not is_of_torch(part) or has_forward_pre_hooks(part):
+    def _added(self, before: StateSnapshot) -> list[SavedSlot]:
+        known = {slot.key for slot in before.slots}
+        added = [(t, name) for t, name, _ in self._slots() if (id(t), name) not in known]
+        return [SavedSlot(table, name, ABSENT, ABSENT, ABSENT) for table, name in added]
+
+    def _remember(self, changed: Iterable[SavedSlot]) -> None:
+        self.changing = (self.changing or set()) | {slot.key for slot in changed}
+
+    def _slots(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield the dict, the name and the value of each buffer and attribute."""
+        for part, buffers, is_plain in self.parts:
+            for name, buffer in buffers.items():
+                yield buffers, name, buffer
+            if not is_plain or has_forward_pre_hooks(part):
                 attributes = vars(part)
-                for name in attributes:
+                for name, value in attributes.items():
                     if name not in MODULE_ATTRIBUTES:
-                        yield attributes, name
+                        yield attributes, name, value
 
-    def _copied(self, slot: Slot, copies: dict[int, Tensor]) -> Any:
-        value = slot[0][slot[1]]
+    def _copied(
+        self, table: dict[str, Any], name: str, value: Any, copies: dict[int, Tensor]
+    ) -> tuple[Any, object]:
+        """Return a copy of a value, if it may change, and its fingerprint."""
+        if type(value) in PLAIN:  # most are, and this is fast
+            return value, (type(value), value)
         if isinstance(value, Tensor):
-            if self.changing is not None and _key(slot) not in self.changing:
-                return value  # it has never changed
+            is_known = self.changing is not None and (id(table), name) not in self.changing
+            if is_known and id(table) not in self.norms:
+                return value, fingerprint(value)  # it has never changed
             if id(value) not in copies:
                 copies[id(value)] = clone(value)
-            return copies[id(value)]
-        return copy_value(value)
+            return copies[id(value)], fingerprint(value)
+        return copy_value(value), fingerprint(value)
 
 
 @contextmanager
@@ -197,18 +248,14 @@ def restored(before: StateSnapshot | None) -> Iterator[None]:
             set_global_generators(generators)
 
 
-def _is_norm(part: nn.Module) -> bool:
+def _is_batch_norm(part: nn.Module) -> bool:
     return isinstance(part, BatchNormBase) and is_of_torch(part)
-
-
-def _key(slot: Slot) -> tuple[int, str]:
-    return id(slot[0]), slot[1]
 
 
 def _is_changed(slot: SavedSlot) -> bool:
     """Return whether a slot has changed.
 
-    Batch norm changes its statistics without incrementing their version: values are compared.
+    Batch norm changes its statistics without incrementing their version, so values are compared.
     """
     now = slot.table.get(slot.name, ABSENT)
     if isinstance(now, Tensor) and isinstance(slot.copied, Tensor) and now is not slot.copied:
@@ -216,55 +263,18 @@ def _is_changed(slot: SavedSlot) -> bool:
     return slot.fingerprint != fingerprint(now)
 
 
+def _is_overwritten(slot: SavedSlot) -> bool:
+    """Return whether a tensor was changed in place that had not been copied.
+
+    Those that every forward computes anew, as a normalised weight, do not count.
+    """
+    if not isinstance(slot.value, Tensor) or slot.copied is not slot.value:
+        return False
+    return slot.value.is_leaf and fingerprint(slot.value) != slot.fingerprint
+
+
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
     if value is ABSENT:
         table.pop(name, None)
     else:
         table[name] = value
-
-
-@dataclass(frozen=True, eq=False)
-class BufferSlot:
-    """A buffer's dict and name: the tensor may be another one each time."""
-
-    table: dict[str, Tensor | None]
-    name: str
-
-
-class BufferSnapshot:
-    """Buffers before a forward, with copies of those that are known to change."""
-
-    def __init__(self, buffers: Iterable[BufferSlot], changing: Container[BufferSlot]) -> None:
-        self.before = [
-            (
-                slot,
-                buffer,
-                -1 if buffer is None else version_of(buffer),
-                buffer.clone() if buffer is not None and slot in changing else None,
-            )
-            for slot, buffer in ((slot, slot.table.get(slot.name)) for slot in buffers)
-        ]
-
-    @property
-    def changed(self) -> set[BufferSlot]:
-        """Buffers that were changed in place, not those that were replaced."""
-        return {
-            slot
-            for slot, buffer, version, _ in self.before
-            if buffer is not None and version_of(buffer) != version
-        }
-
-    @torch.no_grad()
-    def restore(self, layer: str) -> None:
-        """Undo what a forward did to buffers; raise ModelError if one has not been copied."""
-        for slot, buffer, version, copy in self.before:
-            slot.table[slot.name] = buffer
-            if buffer is not None and version_of(buffer) != version:
-                if copy is None:
-                    raise ModelError(
-                        f"{layer!r} takes gradients inside its forward, or uses a weight in "
-                        "another way than before, and its stage has to run again, but has changed "
-                        f"buffer {slot.name!r}, as it did not in the first step: set gradients to "
-                        "zero and run the step again"
-                    )
-                buffer.copy_(copy)

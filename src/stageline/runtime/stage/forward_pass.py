@@ -22,6 +22,7 @@ from stageline.runtime.exactness.inner_gradients import (
     collected_gradients,
     refused_gradients,
 )
+from stageline.runtime.exactness.layer_state import StateSnapshot
 from stageline.runtime.exactness.randomness import LayerRandomness, RandomKey
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
@@ -37,29 +38,36 @@ LOSS_NUMBER = -1  # in the place of a layer's number
 EMPTY = torch.empty(0)
 
 
-def run_forward(stage: Stage, args: ForwardArgs, *, grad: bool, again: bool) -> StageGraph:
+def may_repeat(stage: Stage, args: ForwardArgs, *, again: bool = False) -> bool:
+    """Return whether calls are intercepted or saved tensors dropped or moved in a forward.
+
+    This may turn out to be wrong for its layers. `again`: it is a recomputation, which drops none.
+    """
+    is_dropped = args.recompute and not again
+    return args.in_halves or stage.is_fused or args.offload or is_dropped
+
+
+def run_forward(
+    stage: Stage, args: ForwardArgs, before: StateSnapshot | None, *, again: bool = False
+) -> StageGraph:
     """Run a stage forward, and once more if it turns out that it has to run in another way.
 
-    `again`: this is a recomputation.
+    `before` is the state of its layers, if the forward may have to be repeated. `again`: this is a
+    recomputation.
     """
     inner = stage.inner_gradients
-    may_repeat = args.in_halves or stage.is_fused or args.recompute or args.offload
-    buffers = inner.snapshot_buffers() if grad and may_repeat else None
     try:
-        graph = ForwardPass(stage, args, grad=grad, again=again).run()
-        if buffers is not None and inner.is_observing:
-            inner.changing |= buffers.changed
-        return graph
+        return ForwardPass(stage, args, grad=True, again=again).run()
     except RepeatForward:
         pass
     except RuntimeError as error:
-        if buffers is None or inner.differentiates or NO_SAVED_TENSORS not in str(error):
+        if before is None or inner.differentiates or NO_SAVED_TENSORS not in str(error):
             raise
         inner.differentiates = True
-    assert buffers is not None  # something was intercepted or dropped
-    buffers.restore(stage.running_layer)
+    assert before is not None  # something was intercepted or dropped
+    stage.layer_state.undo(before, stage.running_layer)
     stage.statistics.forget(args.step, args.microbatch)
-    return run_forward(stage, args, grad=grad, again=again)
+    return run_forward(stage, args, before, again=again)
 
 
 class ForwardPass:

@@ -21,7 +21,7 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd
-from stageline.runtime.stage.forward_pass import run_forward
+from stageline.runtime.stage.forward_pass import ForwardPass, may_repeat, run_forward
 from stageline.runtime.stage.offload import HostMemory
 from stageline.runtime.stage.recomputation import Recomputation, check_inputs
 from stageline.runtime.stage.split_backward import HookGradients, add_weight_gradients
@@ -68,12 +68,11 @@ class Stage:
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = RunningStatistics.of(modules.values(), batch_norm)
         self.in_place = self._in_place_changes()
-        untracked = self.statistics.modules if batch_norm == "minibatch" else ()
-        self.inner_gradients = InnerGradients(modules, untracked)
+        self.inner_gradients = InnerGradients(modules)
         is_on_cpu = device is None or device.type == "cpu"
         self.deterministic_layers = DeterministicLayers(modules.values(), trusts=is_on_cpu)
         self.deterministic_losses: set[object] = set()  # functions that were seen to draw nothing
-        self.layer_state = LayerState(modules.values())
+        self.layer_state = LayerState(modules.values(), has_norms=batch_norm == "microbatch")
         self.recomputation = Recomputation()
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.unchanged_weights: UnchangedWeights | None = None  # during a step
@@ -87,13 +86,16 @@ class Stage:
 
     def forward(self, args: ForwardArgs, in_flight: InFlight) -> ForwardResult:
         """Run the layers, and keep what the backward needs."""
-        kept = None
-        with self.layer_state.exclusive_generators():
-            if args.recompute:
-                kept = self.recomputation.keep(args, self.layer_state.snapshot())
-            graph = run_forward(self, args, grad=True, again=False)
+        kept, state = None, self.layer_state
+        with state.exclusive_generators():
+            before = state.snapshot() if may_repeat(self, args) else None
+            if before and args.recompute:
+                kept = self.recomputation.keep(args, before)
+            graph = run_forward(self, args, before)
             if kept:
-                kept = kept._replace(state=self.layer_state.changed_since(kept.state))
+                kept = kept._replace(state=state.changed_since(kept.state))
+            elif before and (state.changing is None or self.inner_gradients.is_observing):
+                state.learn(before)
         if graph.forward_gradients:
             in_flight.forward_gradients[args.microbatch] = graph.forward_gradients
         if kept:
@@ -108,7 +110,7 @@ class Stage:
     def run_only(self, args: ForwardArgs) -> ForwardResult:
         """Run the layers without a backward to follow; what is written includes the output."""
         with self.layer_state.exclusive_generators():
-            graph = run_forward(self, args, grad=False, again=False)
+            graph = ForwardPass(self, args, grad=False, again=False).run()
         return ForwardResult(graph.writes, graph.marks, None)
 
     def fetch(self, microbatch: int, in_flight: InFlight) -> None:
@@ -123,7 +125,9 @@ class Stage:
         self.running_layer = self.name
         check_inputs(kept)
         with self.layer_state.exclusive_generators(), restored(kept.state):
-            in_flight.graphs[microbatch] = run_forward(self, kept.args, grad=True, again=True)
+            is_needed = may_repeat(self, kept.args, again=True)
+            before = self.layer_state.snapshot() if is_needed else None
+            in_flight.graphs[microbatch] = run_forward(self, kept.args, before, again=True)
 
     def backward(
         self, microbatch: int, gradients: Gradients, in_flight: InFlight, *, in_halves: bool
