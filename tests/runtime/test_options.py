@@ -1,4 +1,4 @@
-"""Options of a pipeline that change how it computes, and what they may change of the result."""
+"""Options of a pipeline that change how it computes, and their effect on the result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fused_accumulation_is_held_to_a_plain_loop_that_fuses() -> None:
 
 
 class Half(nn.Module):
-    """Calls a linear in ways of its own: bias by name, three dimensions, no bias."""
+    """Calls F.linear with the bias by name, in three dimensions, and without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_compiled_layers_train_to_the_same_bits(
     assert_equal(trained(blocks(change), batch, num_ranks=2, schedule=schedule), wanted)
 
 
-def test_a_compiled_stage_leaves_nothing_for_later() -> None:
+def test_a_compiled_stage_defers_nothing() -> None:
     model = blocks(lambda module: torch.compile(module, backend="eager"))
     pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, schedule="zb_h1")
     assert all(stage.is_compiled for stage in pipe.executor.stages)
@@ -217,7 +217,7 @@ class FakeMemory:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
-def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward(
+def test_offloaded_activations_are_back_before_their_backward(
     schedule: str,
 ) -> None:
     batch = torch.randn(8, 6), torch.randn(8, 3)
@@ -244,7 +244,7 @@ def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward
     pipe.close()
 
 
-def test_what_is_needed_at_once_is_not_moved() -> None:
+def test_activations_that_are_needed_next_are_not_offloaded() -> None:
     memory = FakeMemory()
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
     pipe.executor.stages[-1].host_memory = memory  # its backward follows each forward
@@ -265,7 +265,7 @@ def test_each_rank_needs_a_device() -> None:
         Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, devices=["cpu"])
 
 
-def test_layers_are_balanced_by_what_they_compute() -> None:
+def test_layers_are_balanced_by_their_compute() -> None:
     wide = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),  # few weights, much work
         nn.Conv2d(4, 4, 3, padding=1),
@@ -302,7 +302,7 @@ def test_a_layer_that_needs_data_is_balanced_by_parameters() -> None:
 
 
 class Switching(nn.Module):
-    """Works in place only when told to."""
+    """Works in place from the moment that the test says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Switching(nn.Module):
         return x.mul_(2) if self.is_in_place else x * 2
 
 
-def test_a_layer_that_begins_to_work_in_place_is_told_and_then_given_copies() -> None:
+def test_a_layer_that_starts_to_work_in_place_is_an_error_and_then_gets_copies() -> None:
     switching = Switching()
     late = Layer("late", switching, reads=("tokens",))
     model: list[Layer | nn.Module] = [nn.Linear(4, 4), late, nn.Linear(4, 3)]
@@ -336,7 +336,7 @@ def test_a_closed_pipeline_says_so() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws from a certain step on, without a module of torch's that would tell."""
+    """Draws random numbers from a certain step on, without a random module of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_layer_that_begins_to_draw_is_told_and_watched_from_then_on(backend: str) -> None:
+def test_a_layer_that_starts_to_draw_is_an_error_and_observed_afterwards(backend: str) -> None:
     noisy = Noisy()
     model = nn.Sequential(noisy, nn.Tanh(), nn.Linear(6, 3))
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend)
@@ -362,7 +362,7 @@ def test_a_layer_that_begins_to_draw_is_told_and_watched_from_then_on(backend: s
     pipe.close()
 
 
-def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
+def test_a_dropout_whose_probability_changes_is_reproducible_at_once() -> None:
     model = nn.Sequential(Block(0.0), Block(0.0), nn.Linear(6, 3))
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4)
     batch = torch.randn(8, 6), torch.randn(8, 3)
@@ -375,7 +375,7 @@ def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
 
 
 class Again(nn.Module):
-    """One weight, used again and again."""
+    """One weight that is used several times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The backward in halves: what each half does, whatever the function that uses the weights."""
+"""The split backward: what each half does, for all functions that use weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stageline.runtime.stage.weight_calls import WeightCallInterceptor
 
 
 class Product(nn.Module):
-    """Weights used by matmul, and by a function that nothing catches."""
+    """Weights used by matmul, and by a function that is not intercepted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Product(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight used two times in a row."""
+    """One weight that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def run(module: nn.Module, *, in_halves: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Two micro-batches; gives back the last input gradient and all weight gradients."""
+    """Run two micro-batches; return the last input gradient and all weight gradients."""
     torch.manual_seed(3)
     for parameter in module.parameters():
         nn.init.normal_(parameter, 0.1, 0.3)
@@ -79,7 +79,7 @@ def run(module: nn.Module, *, in_halves: bool) -> tuple[Tensor, dict[str, Tensor
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_both_halves_together_give_the_bits_of_the_whole(make: Callable[[], nn.Module]) -> None:
+def test_both_halves_give_the_bits_of_a_whole_backward(make: Callable[[], nn.Module]) -> None:
     whole, weights = run(make(), in_halves=False)
     halves, later = run(make(), in_halves=True)
     assert torch.equal(whole, halves)
@@ -138,7 +138,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def test_a_forward_that_takes_gradients_of_what_was_caught_begins_again_uncaught() -> None:
+def test_a_forward_that_differentiates_intercepted_calls_is_repeated() -> None:
     linear = nn.Linear(4, 1)
     x = torch.randn(3, 4, requires_grad=True)
     known = InnerGradients()
@@ -161,7 +161,7 @@ def test_a_weight_gets_all_of_its_gradient_in_one_half() -> None:
 
 
 def test_products_are_not_fused_where_a_hook_wants_to_see_the_gradient() -> None:
-    """Of the bias as well."""
+    """Weight and bias."""
     for name in ("weight", "bias"):
         linear, seen = nn.Linear(4, 3), list[Tensor]()
         linear.get_parameter(name).register_hook(seen.append)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ Drain = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class GradientRequest(Enum):
-    """What the caller's backward does with a weight's gradient."""
+    """The use that the caller's backward makes of a weight's gradient."""
 
     ACCUMULATE = "added to .grad"
     RETURN = "returned by autograd.grad"
@@ -64,7 +64,7 @@ class _Connected(torch.autograd.Function):
                 "gradients of gradients were requested through a pipeline's output, which has "
                 "none: use the plain model, or omit create_graph=True"
             )
-        # nobody can request the anchor's gradient by name: it is needed if the whole graph is
+        # the anchor cannot be requested by name: it is needed only if the whole graph is
         is_all = will_execute(ctx.next_functions[0][0]) is not False
         everything = dict.fromkeys(ctx.weights, GradientRequest.ACCUMULATE)
         requests = everything if is_all else {w: _request(w) for w in ctx.weights}

@@ -105,7 +105,7 @@ class InnerGradients:
 
     @property
     def collects(self) -> bool:
-        """Whether gradients from inside a forward are kept apart from those of backwards."""
+        """Return whether gradients from inside a forward are kept apart from those of backwards."""
         return self.is_observing or self.accumulates
 
     def record_differentiation(self, layers: set[int]) -> None:

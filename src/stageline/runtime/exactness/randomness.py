@@ -33,7 +33,7 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: str) -> int:
 
 
 class RandomKey(NamedTuple):
-    """What a layer's random numbers depend on; hashed only if the layer draws any."""
+    """The key of a layer's random numbers; hashed only if the layer draws any."""
 
     seed: int
     step: int

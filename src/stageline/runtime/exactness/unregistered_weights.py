@@ -3,7 +3,7 @@
 A weight that layers share, or of which several versions are in use, has aliases that take its place
 under its name in the module. A layer that reaches it differently, from a plain list or a function's
 closure, would compute with the weight itself: with the wrong version, with a gradient that is added
-in the wrong place, or in another process with a weight that nobody trains. The graph of a stage's
+in the wrong place, or in another process with a weight that is not trained. The graph of a stage's
 first backward shows which weights it has really used.
 """
 
@@ -29,7 +29,7 @@ class UsedWeights:
     def __init__(
         self, layers: LayerSequence, stages: Sequence[Stage], depths: Sequence[int]
     ) -> None:
-        """`depths` are, by stage, how many older versions of its weights are in use."""
+        """Check these stages; `depths` are the numbers of older versions of weights in use."""
         self.layers, self.stages, self.depths = layers, stages, depths
         self.checked: set[int] = set()
         self.unregistered: dict[nn.Parameter, int] = {}  # and the stage that uses it

@@ -27,7 +27,7 @@ from stageline.errors import ModelError
 
 @dataclass
 class InputGradients:
-    """Where the graph stores the gradients of its inputs. It refers to no node of the graph."""
+    """The gradients of a graph's inputs. It does not refer to the graph, which refers to it."""
 
     is_expected: bool = False  # whether the stage's own backward runs
     gradients: tuple[Tensor | None, ...] = ()

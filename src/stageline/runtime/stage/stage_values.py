@@ -62,7 +62,7 @@ class ForwardArgs(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """What a forward returns to its caller."""
+    """The values, marks and loss that a forward returns."""
 
     written: dict[Value, Any]  # that later stages read
     marks: Marks
@@ -70,7 +70,7 @@ class ForwardResult(NamedTuple):
 
 
 class RecomputationInput(NamedTuple):
-    """What a recomputation starts from, and the versions of its tensors at the first forward."""
+    """The arguments and state that a recomputation starts from, and its tensors' versions."""
 
     args: ForwardArgs
     versions: list[int]
@@ -79,7 +79,7 @@ class RecomputationInput(NamedTuple):
 
 
 class StageGraph(NamedTuple):
-    """What a forward keeps for its backward."""
+    """The graph of one micro-batch, kept from its forward to its backward."""
 
     inputs: GraphInputs
     reads: dict[Value, list[Tensor]]  # the tensors that entered, kept as long as the graph
@@ -95,7 +95,7 @@ class StageGraph(NamedTuple):
 
 @dataclass
 class InFlight:
-    """What one stage keeps during one step, by micro-batch."""
+    """The micro-batches in flight in one stage during one step, by number."""
 
     # from a forward to its recomputation
     recomputations: dict[int, RecomputationInput] = field(default_factory=dict)
