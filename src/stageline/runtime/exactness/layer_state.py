@@ -42,6 +42,7 @@ from stageline.runtime.exactness.state_values import (
 )
 from stageline.torch_private import (
     BatchNormBase,
+    DataDependentOutputException,
     NormBase,
     buffer_table,
     has_forward_pre_hooks,
@@ -259,8 +260,16 @@ def _is_changed(slot: SavedSlot) -> bool:
     """
     now = slot.table.get(slot.name, ABSENT)
     if isinstance(now, Tensor) and isinstance(slot.copied, Tensor) and now is not slot.copied:
-        return slot.fingerprint != fingerprint(now) or not torch.equal(now, slot.copied)
+        return slot.fingerprint != fingerprint(now) or not _has_equal_values(now, slot.copied)
     return slot.fingerprint != fingerprint(now)
+
+
+def _has_equal_values(tensor: Tensor, copied: Tensor) -> bool:
+    """Return whether two tensors are equal; fake tensors, as in an estimate, have no values."""
+    try:
+        return torch.equal(tensor, copied)
+    except DataDependentOutputException:
+        return True
 
 
 def _is_overwritten(slot: SavedSlot) -> bool:
