@@ -13,8 +13,8 @@ from stageline.runtime import trees
 from stageline.runtime.engine import microbatches
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.session import Session
-from stageline.runtime.engine.stage import Target
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.runtime.stage.stage_values import Target
 
 
 def training_batch(
@@ -63,7 +63,7 @@ def _minibatch(session: Session, given: dict[str, Any], sizes: list[int]) -> Min
         parts = microbatches.cut(given, sizes)
     assembly = session.assembly
     first = assembly.collectives.replica * assembly.layout.schedule.num_microbatches
-    return MiniBatch(parts, session.seed, session.num_steps, first, Ambient.here())
+    return MiniBatch(parts, session.seed, session.num_steps, first, ForwardContext.current())
 
 
 def _sizes(session: Session, *batches: Any) -> list[int]:

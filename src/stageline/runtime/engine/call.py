@@ -12,7 +12,7 @@ from stageline.errors import ModelError
 from stageline.runtime import trees
 from stageline.runtime.engine import input_gradients, microbatches
 from stageline.runtime.engine.batches import forward_batch
-from stageline.runtime.engine.joined_output import connected
+from stageline.runtime.engine.joined_output import connect_outputs
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose
 from stageline.runtime.engine.session import Session
 
@@ -42,7 +42,7 @@ def _outputs(session: Session, minibatch: MiniBatch) -> tuple[list[Any], list[li
     if minibatch.outputs:
         made = [minibatch.outputs[i] for i in range(len(minibatch.inputs))]
     have_gradients = [[t.requires_grad for t in trees.tensors(output)] for output in made or ()]
-    plain = trees.map_leaves(trees.without_graph, made)
+    plain = trees.map_leaves(trees.detached, made)
     collectives, schedule = session.assembly.collectives, session.assembly.layout.schedule
     found: tuple[list[Any], list[list[bool]]] = collectives.broadcast(
         (plain, have_gradients), schedule.placement[-1], "the output"
@@ -79,7 +79,7 @@ def _connected(
     inputs = [t for part in minibatch.inputs for t in trees.tensors(part) if t.requires_grad]
     weights = [p for p in assembly.layout.parameters() if p.requires_grad and not p.is_meta]
     have_one = [any(column) for column in zip(*have_gradients, strict=True)]
-    fresh = iter(connected(trees.tensors(joined), have_one, inputs, weights, drain))
+    fresh = iter(connect_outputs(trees.tensors(joined), have_one, inputs, weights, drain))
     return trees.map_leaves(lambda leaf: next(fresh) if isinstance(leaf, Tensor) else leaf, joined)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from stageline.model.layers import INPUT, Value
 from stageline.runtime import trees
 from stageline.runtime.backends.backend import Collectives
-from stageline.runtime.engine import autograd
 from stageline.runtime.engine.minibatch import MiniBatch
+from stageline.runtime.stage import autograd
 
 
 def share(minibatch: MiniBatch, collectives: Collectives) -> None:

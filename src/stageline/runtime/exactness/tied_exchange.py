@@ -38,7 +38,11 @@ def exchange_gradients(tied: TiedWeights, layout: Layout, collectives: Collectiv
         }
         _check_hooks(is_hooked)
         for number, alias in uses:
-            own = tied.apart.get(alias, {}) if all(is_hooked.values()) else alias.grad
+            own = (
+                tied.gradients_by_microbatch.get(alias, {})
+                if all(is_hooked.values())
+                else alias.grad
+            )
             found = collectives.broadcast(own, layout.rank_of_layer[number], what)
             if not alias.is_meta:  # it is used here as well
                 _store(tied, alias, found)
@@ -46,7 +50,7 @@ def exchange_gradients(tied: TiedWeights, layout: Layout, collectives: Collectiv
 
 def _store(tied: TiedWeights, alias: nn.Parameter, found: object) -> None:
     if isinstance(found, dict):  # of a weight with hooks: by micro-batch
-        tied.apart[alias] = found
+        tied.gradients_by_microbatch[alias] = found
     else:
         alias.grad = found  # type: ignore[assignment]  # a tensor or None
 

@@ -15,11 +15,11 @@ from stageline.runtime.engine.batches import training_batch
 from stageline.runtime.engine.minibatch import Purpose
 from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.parity import (
-    Outcome,
-    compare,
-    detached,
-    left_as_it_was,
+    StepOutcome,
+    detached_copy,
+    first_difference,
     plain_step,
+    preserved_model,
     without_gradients,
 )
 from stageline.runtime.placement.layout import Layout
@@ -35,7 +35,7 @@ def verify(session: Session, inputs: Any, target: Any, named: Mapping[str, Any])
             "of a plain loop, by design: verify a synchronous schedule of the same model"
         )
     session.check_idle()
-    inputs, target = detached((named_inputs(layers, inputs, named), target))
+    inputs, target = detached_copy((named_inputs(layers, inputs, named), target))
     if any(parameter.is_meta for parameter in layers.modules.parameters()):
         raise ModelError(
             "a part of the model is on the meta device, but verify needs the whole of it here: "
@@ -64,26 +64,26 @@ def _difference(session: Session, inputs: Any, target: Any) -> str | None:
     layout, settings = session.assembly.layout, session.assembly.settings
     outside: dict[Tensor, Tensor | None] = {}  # weights of the loss, say, and their gradients
     try:
-        with left_as_it_was(layout.layers, settings.loss_fn):
-            copied_inputs, copied_target = detached((inputs, target))
+        with preserved_model(layout.layers, settings.loss_fn):
+            copied_inputs, copied_target = detached_copy((inputs, target))
             expected = training_batch(session, copied_inputs, copied_target, {})
-            is_caught = partial(_is_caught, session, expected.number)
+            is_intercepted = partial(_is_caught, session, expected.number)
             modes = settings.batch_norm, settings.accumulate
-            plain_step(layout.layers, expected, *modes, is_caught, outside)
-            wanted = Outcome.of(layout.layers, expected, outside)
-        with left_as_it_was(layout.layers, settings.loss_fn), without_gradients(outside):
+            plain_step(layout.layers, expected, *modes, is_intercepted, outside)
+            wanted = StepOutcome.of(layout.layers, expected, outside)
+        with preserved_model(layout.layers, settings.loss_fn), without_gradients(outside):
             minibatch = training_batch(session, inputs, target, {})
             session.run(minibatch, Purpose.TRAIN)
-            found = Outcome.of(layout.layers, minibatch, outside)
+            found = StepOutcome.of(layout.layers, minibatch, outside)
     finally:
         for leaf, gradient in outside.items():
             leaf.grad = gradient
     stages = [numbers if layout.is_here(numbers[0]) else range(0) for numbers in layout.stages]
-    return compare(layout.layers, found, wanted, stages)
+    return first_difference(layout.layers, found, wanted, stages)
 
 
 def _is_caught(session: Session, step: int, layer: int) -> bool:
     """Return whether gradients of a layer, or of the loss if it is -1, may wait or be fused."""
     stages = session.assembly.stages
     stage = next((stage for stage in stages if layer in stage.numbers), stages[-1])
-    return stage.is_caught(layer, step)
+    return stage.is_intercepted(layer, step)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError, StageError
 from stageline.runtime import trees
 from stageline.runtime.trees import LEAF, Spec
+from stageline.torch_private import pytree
 
 LENGTH = 8  # bytes
 SAFE_INTEGER = 2**53  # JSON numbers are exact up to here

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.runtime import trees
 from stageline.runtime.backends.processes import encoding
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.torch_private import FakeTensorMode
 
 
 class TensorSpec(NamedTuple):
@@ -98,7 +98,7 @@ class PredictedSpecs(NamedTuple):
 
 
 def predict_specs(
-    layers: LayerSequence, inputs: Mapping[str, Any], ambient: Ambient
+    layers: LayerSequence, inputs: Mapping[str, Any], ambient: ForwardContext
 ) -> PredictedSpecs:
     """Return the specs of all values up to the first layer that needs data."""
     found: dict[Value, ValueSpec] = {}

@@ -1,13 +1,13 @@
-"""The border of a stage: tensors enter its graph here, and their gradients leave it here.
+"""The border of a stage's graph: tensors enter the graph here, and their gradients leave it here.
 
-    other stage ── x ──►┊ Enter ── x' ─► layers …          x' is no leaf, as in an uncut model
+    other stage ── x ──►┊ enter ── x' ─► layers …          x' is no leaf, as in an uncut model
                 ◄── dx ─┊ ◄─────── dx'
 
 A gradient is taken as the graph delivers it. A leaf's `.grad` would have the leaf's strides, and
 later sums and products round differently for other strides.
 
-What later stages send for a value that they read as well is the first term of its sum here, because
-autograd adds the gradients of a value from its last use to its first:
+The gradient that later stages send for a value that this stage reads too is the first term of its
+sum, because autograd adds the gradients of a value from its last use to its first:
 
     readers of v: stage 1 (twice: a, b), stage 2 (once: c)       dv = ((c + b) + a) + …
 """
@@ -26,57 +26,56 @@ from stageline.errors import ModelError
 
 
 @dataclass
-class Inbox:
-    """Where the graph leaves the gradients. It knows no node of the graph, which knows it."""
+class InputGradients:
+    """The gradients of a graph's inputs. It does not refer to the graph, which refers to it."""
 
-    is_awaited: bool = False  # whether the stage's own backward runs
-    arrived: tuple[Tensor | None, ...] = ()
+    is_expected: bool = False  # whether the stage's own backward runs
+    gradients: tuple[Tensor | None, ...] = ()
 
 
-class Entry:
+class GraphInputs:
     """The tensors that enter a stage for one micro-batch. State: their gradients, once computed."""
 
     def __init__(self) -> None:
         self.edges: dict[int, GradientEdge] = {}  # by position, of tensors that need a gradient
-        self.inbox = Inbox()
+        self.store = InputGradients()
 
     def enter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors as the stage's layers see them."""
-        needy = [i for i, tensor in enumerate(tensors) if _needs_gradient(tensor)]
+        differentiable = [i for i, tensor in enumerate(tensors) if _needs_gradient(tensor)]
         entered = [tensor.detach() for tensor in tensors]
-        if needy:
+        if differentiable:
             anchor = torch.empty(0, requires_grad=True)  # makes the outputs part of a graph
-            found = _Enter.apply(self.inbox, anchor, *(entered[i] for i in needy))  # type: ignore[no-untyped-call]
-            for position, tensor in zip(needy, found, strict=True):
+            found = _Enter.apply(self.store, anchor, *(entered[i] for i in differentiable))  # type: ignore[no-untyped-call]
+            for position, tensor in zip(differentiable, found, strict=True):
                 entered[position] = tensor
                 self.edges[position] = get_gradient_edge(tensor)
         return entered
 
-    def gradients(self) -> dict[int, Tensor | None]:
-        """Return the gradients by position, and forget them."""
-        found = self.inbox.arrived or (None,) * len(self.edges)
-        self.inbox.arrived = ()
+    def take_gradients(self) -> dict[int, Tensor | None]:
+        """Return the gradients by position, and release them."""
+        found = self.store.gradients or (None,) * len(self.edges)
+        self.store.gradients = ()
         return dict(zip(self.edges, found, strict=True))
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inbox: Inbox, _: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inbox = inbox
+    def forward(ctx: Any, store: InputGradients, _: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.store = store
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        inbox: Inbox = ctx.inbox
-        if not inbox.is_awaited:
+        store: InputGradients = ctx.store
+        if not store.is_expected:
             raise ModelError(
-                "a backward() inside a forward goes through what it was given to the layers of "
-                "earlier stages, which it cannot reach from here: detach() what it was given "
-                "before, put the layers into one stage, or return the loss and add it to the "
-                "model's"
+                "a backward() inside a forward continues through the stage's input to layers of "
+                "earlier stages, which it cannot reach from here: detach() the input before, put "
+                "the layers into one stage, or return the loss and add it to the model's"
             )
-        inbox.arrived = gradients
+        store.gradients = gradients
         return None, None, *(None for _ in gradients)
 
 

@@ -1,4 +1,4 @@
-"""Layers see what surrounds the caller's call, in whichever thread they run."""
+"""Layers see the caller's context variables, modes and hooks, in whichever thread they run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 
 
 class Makes(nn.Module):
-    """Makes a tensor on whichever device is the default one."""
+    """Creates a tensor on the default device."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.ones(4, dtype=x.dtype)
@@ -61,7 +61,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_context_variables_of_the_caller_count(backend: str, recompute: str) -> None:
+def test_layers_see_context_variables_of_the_caller(backend: str, recompute: str) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(output * SCALE.get(), target)
 
@@ -83,7 +83,7 @@ def test_context_variables_of_the_caller_count(backend: str, recompute: str) -> 
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_hooks_on_saved_tensors_count(backend: str, recompute: str) -> None:
+def test_layers_see_saved_tensor_hooks_of_the_caller(backend: str, recompute: str) -> None:
     packed: list[Tensor] = []
 
     def lossy(saved: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_hooks_on_saved_tensors_count(backend: str, recompute: str) -> None:
     pipe.close()
 
 
-def test_hooks_count_for_a_forward_that_is_run_again_after_their_block(backend: str) -> None:
+def test_a_recomputation_after_the_with_block_sees_its_saved_tensor_hooks(backend: str) -> None:
     def outputs_of(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
         with saved_tensors_hooks(lambda saved: saved.bfloat16(), lambda kept: kept.float()):
             output = run(x)
@@ -128,7 +128,7 @@ def test_hooks_count_for_a_forward_that_is_run_again_after_their_block(backend: 
     pipe.close()
 
 
-def test_the_default_device_of_the_caller_counts(backend: str) -> None:
+def test_layers_see_the_default_device_of_the_caller(backend: str) -> None:
     pipe = Pipeline(layers(Makes), mse_loss, num_ranks=3, num_microbatches=2, backend=backend)
     x = torch.randn(4, 4)
     pipe(x)
@@ -174,7 +174,7 @@ def test_modes_of_the_caller_see_what_layers_do(backend: str, kind: Any, name: s
 
 
 class Looking(nn.Module):
-    """Notes whether it runs in inference mode."""
+    """Records whether it runs in inference mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Looking(nn.Module):
         return x.mul_(2)
 
 
-def test_inference_mode_of_the_caller_counts_and_a_step_in_it_is_refused(backend: str) -> None:
+def test_layers_see_inference_mode_and_a_step_in_it_is_refused(backend: str) -> None:
     model = layers(Looking)
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=2, backend=backend)
     with torch.inference_mode():
@@ -199,7 +199,7 @@ def test_inference_mode_of_the_caller_counts_and_a_step_in_it_is_refused(backend
     pipe.close()
 
 
-def test_numbers_are_as_small_as_in_the_caller_s_thread(backend: str) -> None:
+def test_layers_flush_denormals_as_the_caller_does(backend: str) -> None:
     class Tiny(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 1e-39

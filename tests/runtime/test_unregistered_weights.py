@@ -1,4 +1,4 @@
-"""Weights and state that a pipeline does not see by their names: right, or refused in words."""
+"""Weights that are not parameters of a layer, and state that stages share, work or are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pipedream(layers: list[nn.Module], backend: str, **options: Any) -> Pipeline
 
 
 class Product(nn.Module):
-    """Multiplies by weights that it has in some way."""
+    """Multiplies by weights that it holds in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_weights_by_name_and_in_lists_of_parameters_are_fine(backend: str) -> No
     pipe.close()
 
 
-def test_tensors_that_learn_and_are_no_parameters_are_refused_where_versions_are_kept() -> None:
+def test_trained_tensors_that_are_no_parameters_are_refused_where_versions_are_kept() -> None:
     layer = nn.Linear(4, 4)
     layer.scales = [torch.ones(4, requires_grad=True)]  # type: ignore[assignment]
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
         )
 
     batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)
-    message = r"^layers '1' and '3' are of different stages and have the same (Batch|Instance)Norm1"
+    message = r"^layers '1' and '3' are in different stages and share a (Batch|Instance)Norm1"
     with pytest.raises(ModelError, match=message):
         pipe(norm(track_running_stats=True), [2, 3])
     together = pipe(norm(track_running_stats=True), [4, 1])
@@ -200,16 +200,16 @@ def test_running_statistics_of_two_stages_are_refused_and_of_one_are_right(
     apart.close()
 
 
-def test_a_state_that_stages_of_a_stream_share_and_move_is_refused(backend: str) -> None:
+def test_a_buffer_that_stages_of_a_stream_share_and_change_is_refused(backend: str) -> None:
     shared = Average(moves="in place")
     pipe = pipedream([nn.Linear(4, 4), shared, shared], backend)
-    with pytest.raises(ModelError, match=r"the buffer '1.mean' was changed by a forward, and"):
+    with pytest.raises(ModelError, match=r"the buffer '1.mean' was changed by a forward, but"):
         list(pipe.run(DATA[:2]))
     pipe.close()
 
 
 class Average(nn.Module):
-    """Has a table, and maybe a state that its forward moves."""
+    """Has a constant table, and maybe a buffer that its forward changes."""
 
     table: Tensor
     mean: Tensor
@@ -230,9 +230,7 @@ class Average(nn.Module):
 
 
 @pytest.mark.parametrize("moves", ["no", "in place", "anew"])
-def test_a_state_that_stages_share_and_move_is_refused_and_a_table_is_not(
-    moves: str, backend: str
-) -> None:
+def test_a_shared_buffer_is_refused_if_a_stage_changes_it(moves: str, backend: str) -> None:
     shared = Average(moves=moves)
     layers = [nn.Linear(4, 4), shared, nn.Linear(4, 4), shared]
     pipe = Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
@@ -242,7 +240,7 @@ def test_a_state_that_stages_share_and_move_is_refused_and_a_table_is_not(
             pipe.verify(*DATA[0])
         else:
             with pytest.raises(
-                ModelError, match=r"the buffer '1.mean' was changed by a forward, an"
+                ModelError, match=r"the buffer '1.mean' was changed by a forward, but"
             ):
                 pipe.step(*DATA[0])
     pipe.close()

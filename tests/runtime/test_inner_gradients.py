@@ -1,4 +1,4 @@
-"""Layers that differentiate or transform functions themselves: what they get is a plain loop's."""
+"""Layers that differentiate or transform functions themselves train as in a plain loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stageline.errors import ParityError, StageError
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine import stage
+from stageline.runtime.stage import forward_pass
 from stageline.zoo.cases import grouped
 
 Gradients = list[Tensor | None]
@@ -34,7 +34,7 @@ def tensor(found: Any) -> Tensor:
 
 
 class Block(nn.Module):
-    """Two linears, and what its subclasses do with them."""
+    """Two linears, which subclasses use in their own ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Energy(Block):
 
 
 class Penalty(Block):
-    """The same, and the penalty reaches the weights."""
+    """Adds the gradient of an energy, with gradients to the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = x.detach().requires_grad_()
@@ -75,7 +75,7 @@ class InnerStep(Block):
 
 
 class OwnLoss(Block):
-    """A loss of its own, whose gradients the forward adds."""
+    """An auxiliary loss whose backward runs inside the forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in (1.0, 0.3):
@@ -145,7 +145,7 @@ class ForwardMode(Block):
 
 
 class Checkpointed(Block):
-    """A part is run again by torch, and a weight of it is used outside as well."""
+    """A checkpointed part, one of whose weights is used outside as well."""
 
     reentrant = False
 
@@ -159,7 +159,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class Around(torch.autograd.Function):
-    """A graph inside of a function, which its backward goes through."""
+    """An autograd function whose backward differentiates a graph of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: nn.Linear, *weights: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class CustomFunction(Block):
 
 
 class WithoutGraph(Block):
-    """Runs a part of itself without a graph."""
+    """Runs a part without recording a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -239,14 +239,14 @@ class HookThatGoesBack(Block):
 
 
 class BothWays(Block):
-    """A weight used by functions of which only one can be put off."""
+    """A weight used by functions of which only one can be deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         return tensor(self.body(x) * self.a.weight.norm() + torch.tanh(x) @ self.b.weight.T)
 
 
 class Normed(Penalty):
-    """A penalty, behind state that must be moved once."""
+    """A penalty after state that must be changed once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def plain(model: nn.Module, loss_fn: Callable[..., Tensor] = F.mse_loss) -> Iterator[Gradients]:
-    """Steps of a loop that a user would write."""
+    """Yield the gradients of a plain loop's steps."""
     x, y = batch()
     while True:
         model.zero_grad()
@@ -300,7 +300,7 @@ def piped(pipe: Pipeline) -> Iterator[Gradients]:
 
 
 def differ(a: Gradients, b: Gradients) -> list[int]:
-    """The numbers of parameters."""
+    """Return the numbers of the parameters whose gradients differ."""
     return [
         number
         for number, (one, other) in enumerate(zip(a, b, strict=True))
@@ -318,7 +318,7 @@ def check_like_a_plain_loop(
     make: Callable[[], nn.Sequential],
     loss_fn: Callable[[nn.Sequential], Callable[..., Tensor]] = lambda _: F.mse_loss,
 ) -> None:
-    """Two steps in every way; buffers too."""
+    """Compare gradients and buffers of two steps with a plain loop."""
     expected = make()
     steps = plain(expected, loss_fn(expected))
     wanted = [next(steps) for _ in range(2)]
@@ -334,13 +334,13 @@ def check_like_a_plain_loop(
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, for jvp
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_may_do_as_it_does_in_a_plain_loop(layer: type[Block]) -> None:
+def test_a_layer_that_differentiates_trains_as_in_a_plain_loop(layer: type[Block]) -> None:
     check_like_a_plain_loop(lambda: chain(layer))
 
 
 @pytest.mark.parametrize("layer", [Energy, OwnLoss, GradOfInput, Equilibrium, BothWays, Normed])
-def test_verify_says_so(layer: type[Block]) -> None:
-    """At first, and in a later step, in which nothing is watched."""
+def test_verify_finds_no_difference(layer: type[Block]) -> None:
+    """In the first step, and in a later one, in which nothing is observed."""
     for accumulate in ("exact", "fused"):
         pipe = opened(chain(layer), schedule="zb_h1", backend="serial", accumulate=accumulate)
         for _ in range(2):
@@ -349,9 +349,11 @@ def test_verify_says_so(layer: type[Block]) -> None:
         pipe.close()
 
 
-def test_verify_sees_where_it_is_not_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that a forward brings, added when they come instead of when it is their turn."""
-    monkeypatch.setattr(stage, "filled_apart", lambda _: nullcontext([]))
+def test_verify_detects_gradients_that_are_added_in_the_wrong_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients from inside a forward that are added at once, in the wrong order."""
+    monkeypatch.setattr(forward_pass, "collected_gradients", lambda _: nullcontext([]))
     pipe = opened(chain(OwnLoss), schedule="1f1b", backend="serial")
     with pytest.raises(ParityError, match="differs from a plain loop"):
         pipe.verify(*batch())
@@ -359,7 +361,7 @@ def test_verify_sees_where_it_is_not_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Both(Block):
-    """Gives back what is inside, for the loss."""
+    """Also returns the hidden activation, for the loss."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.tanh(self.a(x))
@@ -403,7 +405,7 @@ def test_a_loss_may_differentiate_too() -> None:
 
 
 class Later(Block):
-    """Begins in a later step."""
+    """Starts to differentiate in a later step."""
 
     has_begun = False
 
@@ -443,20 +445,51 @@ class LaterBehindState(LaterPenalty):
         return super().forward(x + self.mean)
 
 
+class LaterBehindCounter(LaterPenalty):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x * (1 + 0.1 * self.num_calls))
+
+
+class LaterBehindNorm(LaterPenalty):
+    """Batch norm changes its statistics without incrementing their version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 @pytest.mark.parametrize(
-    "layer", [LaterPenalty, LaterGradOfInput, LaterInnerStep, LaterBothWays, LaterBehindState]
+    "layer",
+    [
+        LaterPenalty,
+        LaterGradOfInput,
+        LaterInnerStep,
+        LaterBothWays,
+        LaterBehindState,
+        LaterBehindCounter,
+        LaterBehindNorm,
+    ],
 )
-def test_a_layer_may_begin_later(layer: type[Later]) -> None:
-    """Recomputation moves a layer's state twice, which is another matter."""
-    ways = [way for way in WAYS if layer is not LaterBehindState or "recompute" not in way]
-    for way in ways:
-        model = chain(layer)
+def test_a_layer_may_start_to_differentiate_in_a_later_step(layer: type[Later]) -> None:
+    """Its stage runs the forward again, which must not change the layer's state twice."""
+    for way in WAYS:
+        model, expected = chain(layer), chain(layer)
         pipe = opened(model, **way)
-        steps = zip(piped(pipe), plain(chain(layer)), strict=False)
+        steps = zip(piped(pipe), plain(expected), strict=False)
         for has_begun in (False, False, True, True):
             Later.has_begun = has_begun
             found, want = next(steps)
             assert not differ(found, want), way
+            for buffer, other in zip(model.buffers(), expected.buffers(), strict=True):
+                assert torch.equal(buffer, other), way
         pipe.close()
 
 
@@ -469,7 +502,9 @@ class LaterHook(Later):
 
 
 @pytest.mark.parametrize("layer", [LaterOwnLoss, LaterHook])
-def test_one_that_begins_too_late_to_be_right_is_told_and_then_is(layer: type[Later]) -> None:
+def test_a_layer_that_starts_too_late_is_an_error_and_works_in_the_next_step(
+    layer: type[Later],
+) -> None:
     for backend in ("serial", "threads"):
         Later.has_begun = False
         pipe = opened(chain(layer), schedule="zb_h1", backend=backend)
@@ -488,7 +523,7 @@ class ReachesBack(Block):
         return self.body(x)
 
 
-def test_a_backward_that_would_have_to_reach_other_stages_is_refused() -> None:
+def test_a_backward_inside_a_forward_that_leads_to_other_stages_is_refused() -> None:
     for way in WAYS:
         pipe = opened(chain(ReachesBack), **way)
         with pytest.raises(StageError, match="detach"):
@@ -496,8 +531,8 @@ def test_a_backward_that_would_have_to_reach_other_stages_is_refused() -> None:
         pipe.close()
 
 
-def test_on_the_first_stage_such_a_backward_is_a_plain_loops() -> None:
-    """Its input needs no gradient, so there is nothing to reach."""
+def test_a_backward_inside_a_forward_of_the_first_stage_works() -> None:
+    """The input needs no gradient, so the backward ends in the stage."""
 
     def make() -> nn.Sequential:
         torch.manual_seed(1)
@@ -510,7 +545,7 @@ def test_on_the_first_stage_such_a_backward_is_a_plain_loops() -> None:
 
 
 class Slow(Jvp):
-    """Stays in forward mode for a while, in which other threads have their turn."""
+    """Stays in forward mode for a while, so that other threads run meanwhile."""
 
     def body(self, x: Tensor) -> Tensor:
         for _ in range(20):
@@ -519,7 +554,7 @@ class Slow(Jvp):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_threads_take_turns_in_forward_mode() -> None:
+def test_threads_do_not_interfere_in_forward_mode() -> None:
     expected = next(plain(chain(Slow)))
     pipe = opened(chain(Slow), schedule="zb_h1", backend="threads")
     steps = piped(pipe)
@@ -528,21 +563,23 @@ def test_threads_take_turns_in_forward_mode() -> None:
     pipe.close()
 
 
-def test_a_stage_that_differentiates_nothing_still_puts_its_weights_off() -> None:
-    """Only a layer of the user's own is watched, and only in the first step."""
+def test_a_stage_that_does_not_differentiate_defers_its_weight_gradients() -> None:
+    """Only a layer of the user's own is observed, and only in the first step."""
     for layer, num_watched in ((nn.Tanh, 0), (Usual, 1)):
         pipe = opened(chain(layer), schedule="zb_h1", backend="serial")
         first, counts = pipe._session.assembly.stages[0], list[int]()
         usual = first.weight_gradients
 
-        def counted(microbatch: int, waiting: Any, usual: Any = usual, seen: Any = counts) -> None:
-            seen.append(len(waiting.owed[microbatch][0]))
-            usual(microbatch, waiting)
+        def counted(
+            microbatch: int, in_flight: Any, usual: Any = usual, counts: Any = counts
+        ) -> None:
+            counts.append(len(in_flight.deferred[microbatch][0]))
+            usual(microbatch, in_flight)
 
         first.weight_gradients = counted  # type: ignore[method-assign]
         for _ in range(2):
             pipe.step(*batch())
-        parts = [part for bound in first.bound for part in bound.layer.module.modules()]
+        parts = [part for layer in first.stage_layers for part in layer.module.modules()]
         linears = sum(isinstance(part, nn.Linear) for part in parts)
         assert counts[4:] == [linears] * 4
         assert counts[:4] == [linears - 2 * num_watched] * 4

@@ -1,4 +1,4 @@
-"""Gradients cross the border of a stage as the graph of an uncut model would hand them on."""
+"""Gradients cross a stage border with the strides and sums of an uncut model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Case = tuple[list[nn.Module | Layer], Tensor, Tensor]
 
 
 class Calling(nn.Module):
-    """A layer of one line."""
+    """A layer of one function."""
 
     def __init__(self, function: Callable[..., object], *parts: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def sums_that_are_expanded() -> Case:
 
 
 def slices_with_gaps() -> Case:
-    """What is sent is every other column, or half of each row."""
+    """Every other column, or half of each row, is sent."""
 
     def halved(linear: nn.Module, x: Tensor) -> Tensor:
         return torch.as_tensor(linear(x))[..., 3:14]
@@ -134,7 +134,7 @@ def test_gradients_keep_their_strides_at_a_border(make: Callable[[], Case]) -> N
 
 
 class Cross(nn.Module):
-    """Keys and values of one memory, as in every decoder layer."""
+    """Computes keys and values of one encoder output, as each decoder layer does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ class Biased(nn.Module):
 
 
 def bias_of_all_layers() -> LayerSequence:
-    """A bias that one layer makes and all read, as T5's relative positions."""
+    """A bias that one layer writes and all read, as T5's relative positions."""
     first = Layer("positions", nn.Linear(8, 8), ("x",), ("bias",))
     return LayerSequence((first, *(Layer(f"block.{i}", Biased(), ("x", "bias")) for i in range(8))))
 
 
 @pytest.mark.parametrize("schedule", sl.schedule_names(synchronous=True))
-def test_a_value_of_many_readers_that_use_it_more_than_once(schedule: str) -> None:
+def test_a_value_with_several_readers_that_use_it_more_than_once(schedule: str) -> None:
     torch.manual_seed(4)
     inputs = {"x": torch.randn(8, 5, 8), "source": torch.randn(8, 6, 8)}
     target = torch.randn(8, 5, 8)
@@ -209,7 +209,7 @@ def test_gradients_of_an_input_that_all_stages_read_are_those_of_a_plain_loop(
 
 
 def taken(tensor: Tensor) -> Tensor:
-    """The gradient of a tensor, which has none afterwards."""
+    """Return the gradient of a tensor, and set it to None."""
     gradient, tensor.grad = tensor.grad, None
     assert gradient is not None
     return gradient
@@ -238,7 +238,7 @@ def test_an_exact_copy_has_values_strides_and_alignment(make: Callable[[], Tenso
         assert misalignment(copied) == misalignment(tensor)
 
 
-def test_memory_is_shared_only_if_an_element_is() -> None:
+def test_tensors_share_memory_only_if_they_share_an_element() -> None:
     rows = torch.zeros(4, 6)
     assert share_memory(rows, rows[1:2])
     assert share_memory(rows[:, ::2], rows[2])
