@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import BatchError
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine.microbatches import join
+from stageline.runtime.batches.microbatches import join
 from stageline.runtime.trees import tensors
 
 BACKENDS = ("serial", "threads")

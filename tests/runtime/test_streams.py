@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from stageline.model.layers import LayerSequence
 from stageline.options import Options
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine.result import StepResult
-from stageline.runtime.engine.run import StepResults
+from stageline.runtime.batches.result import StepResult
+from stageline.runtime.batches.run import StepResults
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.zoo.cases import grouped

@@ -34,7 +34,7 @@ from stageline.planning.profiling.profile import Profile
 from stageline.planning.profiling.solo import Solo
 from stageline.planning.profiling.subject import LossFunction, Model, Subject
 from stageline.planning.progress import progress_of
-from stageline.runtime.exactness.parity import preserved_model
+from stageline.runtime.parity.plain_loop import preserved_model
 
 T = TypeVar("T")
 WARM_UP = 2  # runs that do not count: memory is new to the process, layers are watched

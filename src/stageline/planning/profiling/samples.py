@@ -12,7 +12,7 @@ from stageline.arguments import shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES, check_most
 from stageline.runtime import trees
-from stageline.runtime.engine import microbatches
+from stageline.runtime.batches import microbatches
 
 
 def checked_sizes(sizes: Sequence[int] | None, *batches: Any) -> list[int]:

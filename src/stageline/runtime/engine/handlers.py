@@ -22,8 +22,8 @@ from stageline.runtime.engine.minibatch import (
     RecordedAction,
 )
 from stageline.runtime.engine.tasks import Task
+from stageline.runtime.engine.tied_exchange import exchange_gradients
 from stageline.runtime.exactness.in_place import NO_MARKS, Mark, Marks
-from stageline.runtime.exactness.tied_exchange import exchange_gradients
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.clipping import clip_factor, gradient_norms, scale_, total_norm
 from stageline.runtime.stage.stage_values import ForwardArgs, InFlight

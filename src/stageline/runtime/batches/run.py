@@ -9,9 +9,9 @@ from contextlib import closing
 from typing import Any
 
 from stageline.errors import ModelError
-from stageline.runtime.engine.batches import streamed_batch
+from stageline.runtime.batches.cut_batch import streamed_batch
+from stageline.runtime.batches.result import StepResult, broadcast_results
 from stageline.runtime.engine.minibatch import MiniBatch
-from stageline.runtime.engine.result import StepResult, broadcast_results
 from stageline.runtime.engine.session import Session
 from stageline.runtime.optimizers.divergence import DivergenceMonitor
 

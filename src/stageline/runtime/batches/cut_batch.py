@@ -10,7 +10,7 @@ import torch
 from stageline.errors import BatchError, ModelError
 from stageline.model.inputs import named_inputs
 from stageline.runtime import trees
-from stageline.runtime.engine import microbatches
+from stageline.runtime.batches import microbatches
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.caller_context import ForwardContext

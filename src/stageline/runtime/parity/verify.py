@@ -11,10 +11,10 @@ from torch import Tensor
 from stageline.errors import ModelError, ParityError
 from stageline.model.inputs import named_inputs
 from stageline.runtime.backends.backend import Collectives
-from stageline.runtime.engine.batches import training_batch
+from stageline.runtime.batches.cut_batch import training_batch
 from stageline.runtime.engine.minibatch import Purpose
 from stageline.runtime.engine.session import Session
-from stageline.runtime.exactness.parity import (
+from stageline.runtime.parity.plain_loop import (
     StepOutcome,
     detached_copy,
     first_difference,

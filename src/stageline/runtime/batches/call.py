@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stageline.errors import ModelError
 from stageline.runtime import trees
-from stageline.runtime.engine import input_gradients, microbatches
-from stageline.runtime.engine.batches import forward_batch
-from stageline.runtime.engine.joined_output import connect_outputs
+from stageline.runtime.batches import input_gradients, microbatches
+from stageline.runtime.batches.cut_batch import forward_batch
+from stageline.runtime.batches.joined_output import connect_outputs
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose
 from stageline.runtime.engine.session import Session
 
