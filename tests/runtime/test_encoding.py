@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.encoding import (
+from stageline.runtime.backends.processes.messages.encoding import (
     decode,
     encode,
     spec_from_text,
     spec_to_text,
 )
-from stageline.runtime.backends.processes.message_shapes import ValueSpec
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent

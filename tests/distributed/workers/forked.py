@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.message_shapes import predict_specs
+from stageline.runtime.backends.processes.messages.shapes import predict_specs
 from stageline.runtime.exactness.caller_context import ForwardContext
 
 

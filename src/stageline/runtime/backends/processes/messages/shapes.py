@@ -17,7 +17,7 @@ from torch import Tensor
 from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.runtime import trees
-from stageline.runtime.backends.processes import encoding
+from stageline.runtime.backends.processes.messages import encoding
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.torch_private import FakeTensorMode
 

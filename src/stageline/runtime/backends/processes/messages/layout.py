@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stageline.model.layers import Value
 from stageline.runtime import trees
-from stageline.runtime.backends.processes import packing as wire
-from stageline.runtime.backends.processes.message_shapes import TensorSpec, ValueSpec
+from stageline.runtime.backends.processes.messages import packing as wire
+from stageline.runtime.backends.processes.messages.shapes import TensorSpec, ValueSpec
 
 
 @dataclass(frozen=True)

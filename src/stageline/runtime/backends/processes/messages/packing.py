@@ -27,7 +27,7 @@ from stageline.errors import BatchError, ModelError
 from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.backends.processes.clock import SHIFT
-from stageline.runtime.backends.processes.message_shapes import TensorSpec, ValueSpec
+from stageline.runtime.backends.processes.messages.shapes import TensorSpec, ValueSpec
 from stageline.runtime.exactness.strided_copy import ALIGNED, copy_as, misalignment
 
 IS_PRESENT, NEEDS_GRADIENT, IS_ALIASED, HAS_LAYOUT = 1, 2, 4, 8

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.model.layers import Value
-from stageline.runtime.backends.processes.encoding import encode
 from stageline.runtime.backends.processes.exchange import bytes_to_tensor, decode_tensor
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.message_layout import MessageLayout
-from stageline.runtime.backends.processes.message_shapes import ValueSpec
+from stageline.runtime.backends.processes.messages.encoding import encode
+from stageline.runtime.backends.processes.messages.layout import MessageLayout
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.engine.minibatch import Message, MessageKey
 from stageline.runtime.exactness.in_place import Mark
 
