@@ -243,8 +243,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
         for scheduler in schedulers:
             scheduler.step()
     message = (
-        "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every stage "
-        "is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or change "
+        "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every "
+        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or change "
         "it between two streams"
     )
     count = 0
@@ -282,9 +282,7 @@ def test_a_learning_rate_that_is_changed_while_a_stage_steps_is_noticed_or_undon
 
     pipe.optimizers[1].register_step_post_hook(meddle)
     if scheduler is None:
-        with pytest.raises(
-            ModelError, match=r"^lr was changed from 0.02 to 7.0 on stage 1, in the"
-        ):
+        with pytest.raises(ModelError, match=r"^lr was changed from 0.02 to 7.0 on stage 1, in"):
             list(pipe.run(batches(8)))
     else:
         assert len(list(pipe.run(batches(8)))) == 8
@@ -472,8 +470,8 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"schedule": "pipedream_2bw", "num_microbatches": 2},
             ScheduleError,
             (
-                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 for its "
-                "two versions to be enough: use more, or 'pipedream'"
+                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 so that "
+                "two weight versions suffice: use more, or 'pipedream'"
             ),
         ),
         (
