@@ -9,6 +9,7 @@ import re
 import weakref
 from collections import Counter, UserList
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from statistics import median
 from threading import Event, Thread
@@ -23,6 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.placement.checks import RECOMPUTE
@@ -223,7 +225,7 @@ def test_trap_03_nothing_runs_on_made_up_data_before_the_first_step(
     model = nn.Sequential(nn.Embedding(5, 6), device, norm, nn.Linear(6, 3))
     tokens = torch.tensor([0, 4, 1, 2, 3, 3])
     before, random = state(model), torch.get_rng_state()
-    pipe = build(model, num_microbatches=3, sample=tokens if has_sample else None)
+    pipe = build(model, num_microbatches=3, example_inputs=tokens if has_sample else None)
     assert device.notes == (["meta"] if has_sample else [])  # shapes only, without any numbers
     assert are_same(state(model), before)
     assert not gradients(model)
@@ -681,6 +683,7 @@ def test_trap_13_a_wrong_option_is_told_in_the_caller_s_own_words(
     assert text.startswith(f"{seen}, but ")
     assert advice in text.removeprefix(seen)
     known = {*inspect.signature(Pipeline).parameters, *schedule_names(), *stageline.__all__}
+    known |= {field.name for field in fields(Options)}
     names = re.findall(r"\w*(?:_|[a-z][A-Z])\w*", text)  # in_such or inSuch a way
     assert set(names) <= known | set(RECOMPUTE)
 
