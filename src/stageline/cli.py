@@ -33,7 +33,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
 if TYPE_CHECKING:
-    from stageline.planning.profiling.profile import Profile
+    from stageline.planning.profiling.profile_result import Profile
 
 
 class Commands(TyperGroup):
@@ -367,9 +367,9 @@ def plan(
     """
     with _loading():
         from stageline.planning.cluster.cluster import Cluster  # noqa: PLC0415
-        from stageline.planning.profiling.profile import Profile  # noqa: PLC0415
-        from stageline.planning.search.search import plan as search  # noqa: PLC0415
-        from stageline.planning.search.ways import SCHEDULES  # noqa: PLC0415
+        from stageline.planning.plan import plan as search  # noqa: PLC0415
+        from stageline.planning.profiling.profile_result import Profile  # noqa: PLC0415
+        from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES  # noqa: PLC0415
     if cluster is None and (devices is None or memory is None):
         raise PlanError("there is no cluster, but one is needed: --devices and --memory, or a file")
     _check_target(save)
@@ -382,7 +382,7 @@ def plan(
             machines,
             batch_size=batch,
             optimizer=optimizer,
-            schedules=schedules or SCHEDULES,
+            schedules=schedules or DEFAULT_SCHEDULES,
             progress=lambda count, words: status.update(f"planning: {count} tried, {words}"),
         )
     found.save(save)
@@ -451,7 +451,7 @@ def _take_part(memory: str | None, path: Path) -> None:
     with _loading(console):
         import torch.distributed as dist  # noqa: PLC0415
 
-        from stageline.planning.cluster.links import measure_links  # noqa: PLC0415
+        from stageline.planning.cluster.measure_links import measure_links  # noqa: PLC0415
     with console.status("waiting for the other ranks"):
         dist.init_process_group("gloo")
     try:
@@ -466,7 +466,7 @@ def _take_part(memory: str | None, path: Path) -> None:
 
 def _profiled(model: str, ranks: int) -> Profile:
     with _loading():
-        from stageline.planning.profiling.measure import profile as measure  # noqa: PLC0415
+        from stageline.planning.profiling.profile import profile as measure  # noqa: PLC0415
         from stageline.reference import call  # noqa: PLC0415
         from stageline.verification import Case  # noqa: PLC0415
     case = Case.of(call(model))

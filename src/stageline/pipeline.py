@@ -21,9 +21,15 @@ from stageline.errors import BatchError, ModelError, ParityError
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.split import cut
-from stageline.planning.plan import Plan, planned
-from stageline.planning.profiling.profile import Profile
-from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.planning.plan_result import Plan, sizes_from_plan
+from stageline.planning.profiling.profile_result import Profile
+from stageline.planning.replan import (
+    MeasuredTimes,
+    Replan,
+    choose_replan,
+    measured_times,
+    slowest_replica_times,
+)
 from stageline.report.spans import Unmeasured
 from stageline.report.timeline import Timeline
 from stageline.runtime import trees
@@ -171,7 +177,7 @@ class Pipeline:
         layers = LayerSequence.of(model)
         if plan is not None:
             given = num_ranks, num_microbatches, balance
-            num_ranks, num_microbatches, balance = planned(
+            num_ranks, num_microbatches, balance = sizes_from_plan(
                 plan, [layer.name for layer in layers], given
             )
             schedule, recompute = plan.schedule, plan.recompute_modes
@@ -466,9 +472,9 @@ class Pipeline:
                 "cannot change theirs: save, build another with the new balance, and load"
             )
         told = self.peers.everywhere(lambda: self._observed(optimizer, timelines, profile))
-        times = slowest([each for each, _ in told])
+        times = slowest_replica_times([each for each, _ in told])
         # the first one's, in case that another machine rounds otherwise
-        found = self.peers.everywhere(lambda: replanned(self.schedule, self.balance, times))[0]
+        found = self.peers.everywhere(lambda: choose_replan(self.schedule, self.balance, times))[0]
         if found.moves:
             self._move(found.new_balance, optimizer, [options for _, options in told])
         return found
@@ -717,10 +723,10 @@ class Pipeline:
         optimizer: Optimizer | None,
         timelines: Sequence[Timeline],
         profile: Profile | None,
-    ) -> tuple[Observed, Options | None]:
+    ) -> tuple[MeasuredTimes, Options | None]:
         """What this process knows before a replan: times, and what its optimizer's groups are."""
         names = tuple(layer.name for layer in self.layers)
-        times = observed(self.schedule, self.balance, names, timelines, profile)
+        times = measured_times(self.schedule, self.balance, names, timelines, profile)
         check_optimizer(optimizer, self.layers, self.parameters())
         return times, options_of(optimizer)
 

@@ -19,12 +19,17 @@ import stageline as sl
 from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
 from stageline.planning.partition.pipedream_graph import read_graph, to_profile
-from stageline.planning.partition.replicas import by_pipedream, compositions, divisions, whole_turns
-from stageline.planning.partition.stages import Machines
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, ValueCost
-from stageline.planning.search.pace import least_pace, least_period, period_of
-from stageline.planning.search.search import SURE
-from stageline.planning.search.ways import built
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_replicas import (
+    compositions,
+    cut_by_pipedream,
+    replicated_cuts,
+    round_up_microbatches,
+)
+from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile, ValueCost
+from stageline.planning.search.candidate_schedules import build_sized
+from stageline.planning.search.search import SHORT_RUN_MARGIN
+from stageline.planning.stream_period import min_period, min_time_per_microbatch, period_of
 
 MIB = 2**20
 VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"
@@ -61,7 +66,7 @@ def all_periods(times: list[float], ring: float, message: float, batch: int) -> 
         for inner in combinations(range(1, len(times)), len(replicas) - 1):
             stages = list(pairwise((0, *inner, len(times))))
             for samples in (1, 2, batch):
-                count = whole_turns(replicas, -(-batch // samples))
+                count = round_up_microbatches(replicas, -(-batch // samples))
                 if len(replicas) == 1 or count > batch:
                     continue
                 size = -(-batch // count)
@@ -112,7 +117,7 @@ def test_heavy_first_layers_get_three_of_four_ranks() -> None:
     assert plan.balance == (1, 3)
     assert plan.chosen.seconds == pytest.approx(12 * 3 * sum(HEAVY_FIRST) / 4)  # nobody waits
     assert plan.chosen.bubble == pytest.approx(0.0, abs=1e-9)
-    assert plan.chosen.words.startswith("pipedream on 4 ranks, stages on 3, 1 of them, ")
+    assert plan.chosen.description.startswith("pipedream on 4 ranks (3, 1 by stage), ")
     assert "pipedream: a step is the time from one mini-batch to the next" in str(plan)
     flushed = next(other for other in plan.others if other.schedule == "1f1b")
     assert flushed.seconds == pytest.approx(12 * 27)  # one rank has three quarters of the work
@@ -225,7 +230,7 @@ def test_files_from_before_there_were_replicas_of_stages_are_read(tmp_path: Path
     ("change", "message"),
     [
         ({"stage_replicas": [2, 1]}, r"stage_replicas is \[2, 1\], but 4 ranks .* with the sum 4"),
-        ({"stage_replicas": [3, 0, 1]}, "fault at chosen.stage_replicas.1"),
+        ({"stage_replicas": [3, 0, 1]}, "has an invalid chosen.stage_replicas.1"),
         ({"stage_replicas": [1, 3]}, r"says \[1, 3\], but its actions \[3, 1\]"),
         ({"stage_replicas": []}, r"says \[\], but its actions \[3, 1\]"),
         ({"num_microbatches": 4}, r"\[3, 1\], but 4 ranks and 4 micro-batches need numbers"),
@@ -266,7 +271,7 @@ def test_a_pipeline_streams_as_its_plan_says_and_is_compared_with_it(straight: s
 def test_too_few_mini_batches_do_not_show_a_pace(straight: sl.Plan) -> None:
     sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": straight.chosen.num_microbatches}
     short = sl.simulate(sl.build_schedule("pipedream", **sizes, num_minibatches=4))
-    with pytest.raises(sl.PlanError, match="has 4 mini-batches, but 5 at least"):
+    with pytest.raises(sl.PlanError, match="has 4 mini-batches, but at least 5"):
         explain(straight, [short])
 
 
@@ -285,9 +290,9 @@ def test_pipedreams_own_plan_of_vgg16_is_among_those_that_are_tried() -> None:
         layers=tuple(replace(la, parameters=2 * la.parameters) for la in measurement.layers),
     )
     cluster = cluster_of(4, levels=VGG16_WIRE)
-    machines = Machines.of_stages(cluster, (1, 1, 1, 1))
-    assert by_pipedream(twice, machines, 1) == ((3, 1), (17, 23))
-    assert ((3, 1), (17, 23)) in divisions(twice, cluster, 1, lambda replicas: (1, *replicas))
+    machines = RankDevices.of_stages(cluster, (1, 1, 1, 1))
+    assert cut_by_pipedream(twice, machines, 1) == ((3, 1), (17, 23))
+    assert ((3, 1), (17, 23)) in replicated_cuts(twice, cluster, 1, lambda replicas: (1, *replicas))
 
 
 @pytest.mark.parametrize("batch_size", [3, 12])
@@ -318,26 +323,26 @@ def test_no_stream_is_faster_than_its_bounds() -> None:
     rng = random.Random(7)
     for _ in range(12):
         replicas, costs, took = random_stream(rng)
-        stages, turn = len(replicas), whole_turns(replicas, sum(replicas))
+        stages, turn = len(replicas), round_up_microbatches(replicas, sum(replicas))
         work = np.array([took])
         sent = np.array([costs.per_stage("transfer", stages)[1:]])
         reduced = np.array([costs.per_stage("reduce", stages)])
         periods = {}
         for count in (2 * turn, 4 * turn):
-            stream = built("pipedream", sum(replicas), count, 1, stages=replicas)
+            stream = build_sized("pipedream", sum(replicas), count, 1, stage_replicas=replicas)
             periods[count] = period_of(sl.simulate(stream, costs), count)
-            bound = least_period(work, sent, reduced, replicas, count)[0]
+            bound = min_period(work, sent, reduced, replicas, count)[0]
             assert periods[count] >= bound * (1 - 1e-9)
-        pace = least_pace(work, sent, replicas)[0]
-        assert periods[4 * turn] >= SURE * (periods[2 * turn] + 2 * turn * pace)
+        pace = min_time_per_microbatch(work, sent, replicas)[0]
+        assert periods[4 * turn] >= SHORT_RUN_MARGIN * (periods[2 * turn] + 2 * turn * pace)
 
 
 def test_a_long_stream_gives_the_same_pace_as_a_short_one() -> None:
     rng = random.Random(3)
     for _ in range(6):
         replicas, costs, _ = random_stream(rng)
-        count = whole_turns(replicas, sum(replicas))
-        stream = built("pipedream", sum(replicas), count, 1, stages=replicas)
+        count = round_up_microbatches(replicas, sum(replicas))
+        stream = build_sized("pipedream", sum(replicas), count, 1, stage_replicas=replicas)
         long = sl.build_schedule(
             "pipedream",
             num_ranks=sum(replicas),

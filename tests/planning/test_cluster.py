@@ -83,10 +83,10 @@ def test_a_file_may_give_memory_in_words(tmp_path: Path) -> None:
 def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     path.write_text('{"num_devices": 2, "memory": "1KiB", "memmory": 3}')
-    with pytest.raises(PlanError, match=r"cluster\.json' has a fault at memmory"):
+    with pytest.raises(PlanError, match=r"cluster\.json' has an invalid memmory"):
         Cluster.load(path)
     path.write_text('{"num_devices": 0, "memory": 1}')
-    with pytest.raises(PlanError, match="num_devices is 0, but a cluster needs 1 at least"):
+    with pytest.raises(PlanError, match="num_devices is 0, but a cluster needs at least 1"):
         Cluster.load(path)
     with pytest.raises(PlanError, match=r"nowhere\.json' cannot be read"):
         Cluster.load(tmp_path / "nowhere.json")
@@ -97,48 +97,48 @@ def test_a_faulty_file_is_refused_with_its_name_and_the_place(tmp_path: Path) ->
     [
         (
             {"num_devices": 0, "memory": 1},
-            "num_devices is 0, but a cluster needs 1 at least",
+            "num_devices is 0, but a cluster needs at least 1",
         ),
         (
             {"num_devices": 2},
             (
                 "memory and devices: neither is given, but a cluster needs one of them: give "
-                "memory='22GiB' for devices that are alike, or devices=, one Device each"
+                "memory='22GiB' if all devices are the same, or devices= with one Device for each"
             ),
         ),
         (
             {"num_devices": 1, "memory": 1, "devices": (Device(1),)},
             (
                 "memory and devices: both are given, but a cluster needs one of them: give "
-                "memory='22GiB' for devices that are alike, or devices=, one Device each"
+                "memory='22GiB' if all devices are the same, or devices= with one Device for each"
             ),
         ),
         (
             {"num_devices": 3, "devices": (Device(1), Device(1))},
-            "devices has 2 entries, but num_devices is 3: give one each",
+            "devices has 2 entries, but num_devices is 3: give one for each device",
         ),
         (
             {"num_devices": 2, "memory": -5},
             (
                 "memory is -5, but has to be a finite number above 0: "
-                "give what one device holds, like '22GiB'"
+                "give the memory of one device, like '22GiB'"
             ),
         ),
         (
             {"num_devices": 100, "memory": 1, "levels": (MACHINE, SITE)},
             (
-                "levels join 8 × 16 = 128 devices, but num_devices is 100: "
-                "give sizes from inside out whose product is that"
+                "levels have 8 × 16 = 128 devices, but num_devices is 100: "
+                "give sizes from the inside out whose product is that"
             ),
         ),
         (
             {"num_devices": "many", "memory": 1},
-            ("Cluster has a fault at num_devices: input should be a number (it is 'many')"),
+            ("Cluster has an invalid num_devices: input should be a number (got 'many')"),
         ),
         (
             {"num_devices": 1, "memory": "22 bananas"},
             (
-                "memory is '22 bananas', but has to be a size in bytes: "
+                "memory is '22 bananas', but has to be a number of bytes: "
                 "write it like '22GiB' or '512MB'"
             ),
         ),
@@ -152,16 +152,16 @@ def test_an_impossible_cluster_is_refused(given: dict[str, Any], message: str) -
 def test_an_impossible_device_or_level_is_refused() -> None:
     with refused(
         "speed is 0, but has to be a finite number above 0: "
-        "give 1.0 for a device like that of the profile"
+        "give 1.0 for a device as fast as that of the profile"
     ):
         Device(1, speed=0)
     with refused(
-        "bandwidth of level 'site' is 0, but has to be a finite number above 0: give bytes a second"
+        "bandwidth of level 'site' is 0, but has to be a finite number above 0: give bytes per second"
     ):
         Level("site", 2, bandwidth=0)
     with refused(
         "size of level 'site' is -2, but has to be a finite number above 0: "
-        "leave the level out if it joins nothing"
+        "omit a level without members"
     ):
         Level("site", -2, bandwidth=1)
     with refused("latency of level 'site' is -1.0, but has to be 0 or more: give seconds"):
@@ -171,7 +171,9 @@ def test_an_impossible_device_or_level_is_refused() -> None:
 @pytest.mark.parametrize("number", [-1, 4])
 def test_a_device_that_is_not_there_has_no_link(number: int) -> None:
     cluster = Cluster(4, memory=1)
-    message = f"device {number} was asked for, but the cluster has 4: give a number from 0 to 3"
+    message = (
+        f"the number of a device is {number}, but the cluster has 4: give a number from 0 to 3"
+    )
     with refused(message):
         cluster.link(0, number)
     with refused(message):

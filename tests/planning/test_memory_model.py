@@ -24,9 +24,10 @@ from stageline.costs import Costs
 from stageline.model.layers import INPUT, LayerSequence
 from stageline.pipeline import LossFunction, Pipeline
 from stageline.planning.cluster.cluster import Cluster
-from stageline.planning.partition.stages import Cut, Machines, stage_costs
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_costs import StageCut, stage_costs
 from stageline.planning.profiling.estimate import estimate
-from stageline.planning.profiling.profile import Profile
+from stageline.planning.profiling.profile_result import Profile
 from stageline.report.measures.memory import peak_memory
 from stageline.runtime.engine.stage import Stage
 from stageline.schedules.action import Kind
@@ -207,14 +208,16 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     profile = estimated(name)
     num_ranks = pipe.schedule.num_ranks
     balance = tuple(len(numbers) for numbers in pipe.cut)
-    cut = Cut(balance, pipe.schedule.placement, (recompute,) * len(balance))
+    cut = StageCut(balance, pipe.schedule.placement, (recompute,) * len(balance))
     there = profile.at(SAMPLES)
     lasting = tuple(replace(layer, momentary=0.0) for layer in there.layers)  # what `watched` sees
     return stage_costs(
         replace(there, layers=lasting),
         profile.tied,
         cut,
-        Machines.of(Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1),
+        RankDevices.of_pipelines(
+            Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1
+        ),
         in_halves=any(a.kind is Kind.I for row in pipe.schedule.actions for a in row),
         optimizer=optimizer,
     )

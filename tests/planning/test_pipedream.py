@@ -19,9 +19,18 @@ from hypothesis import strategies as st
 
 from stageline.errors import PlanError
 from stageline.planning.partition import pipedream
-from stageline.planning.partition.partition import split
-from stageline.planning.partition.pipedream import PipedreamPlan, Stage, partition
-from stageline.planning.partition.pipedream_graph import Graph, parse_graph, read_graph, to_profile
+from stageline.planning.partition.one_stage_per_rank import split_layers
+from stageline.planning.partition.pipedream import (
+    PipedreamPlan,
+    PipedreamStage,
+    pipedream_partition,
+)
+from stageline.planning.partition.pipedream_graph import (
+    PipedreamGraph,
+    parse_graph,
+    read_graph,
+    to_profile,
+)
 
 VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"
 ONE_WORKER = 0.672535  # seconds a micro-batch
@@ -167,18 +176,22 @@ def test_a_graph_as_a_profile() -> None:
 @pytest.mark.parametrize(
     ("workers", "stages", "bottleneck"),
     [
-        (1, (Stage(0, 40, 1),), ONE_WORKER),
-        (2, (Stage(0, 10, 1), Stage(10, 40, 1)), 0.411041792),
-        (4, (Stage(0, 17, 3), Stage(17, 40, 1)), 0.205520896),
-        (8, (Stage(0, 24, 7), Stage(24, 40, 1)), 0.103833170),
-        (16, (Stage(0, 24, 13), Stage(24, 31, 2), Stage(31, 40, 1)), 0.056529767),
+        (1, (PipedreamStage(0, 40, 1),), ONE_WORKER),
+        (2, (PipedreamStage(0, 10, 1), PipedreamStage(10, 40, 1)), 0.411041792),
+        (4, (PipedreamStage(0, 17, 3), PipedreamStage(17, 40, 1)), 0.205520896),
+        (8, (PipedreamStage(0, 24, 7), PipedreamStage(24, 40, 1)), 0.103833170),
+        (
+            16,
+            (PipedreamStage(0, 24, 13), PipedreamStage(24, 31, 2), PipedreamStage(31, 40, 1)),
+            0.056529767,
+        ),
     ],
 )
 def test_vgg16_is_cut_as_pipedream_cuts_it(
-    workers: int, stages: tuple[Stage, ...], bottleneck: float
+    workers: int, stages: tuple[PipedreamStage, ...], bottleneck: float
 ) -> None:
     """Its figures are for 4 and 8 workers; the others are what its formula has as the least."""
-    plan = partition(read_graph(VGG16), workers)
+    plan = pipedream_partition(read_graph(VGG16), workers)
     assert plan.stages == stages
     assert plan.bottleneck == pytest.approx(bottleneck, abs=1e-9)
 
@@ -187,19 +200,23 @@ def test_without_replicas_vgg16_has_nothing_to_gain_from_a_third_worker() -> Non
     """Up to layer 10 a cut sends 205,520,896 bytes or more, there and back in 0.41 s; every cheaper
     one comes later, and leaves the first worker with more than that to compute.
     """
-    plans = [partition(read_graph(VGG16), workers, replicate=False) for workers in (2, 4, 16)]
-    assert {plan.stages for plan in plans} == {(Stage(0, 10, 1), Stage(10, 40, 1))}
+    plans = [
+        pipedream_partition(read_graph(VGG16), workers, replicate=False) for workers in (2, 4, 16)
+    ]
+    assert {plan.stages for plan in plans} == {
+        (PipedreamStage(0, 10, 1), PipedreamStage(10, 40, 1))
+    }
 
 
 def test_a_fast_network_spreads_layers_over_all_workers() -> None:
     graph = read_graph(VGG16)
-    alone = partition(graph, 4, bandwidth=1e15, replicate=False)
+    alone = pipedream_partition(graph, 4, bandwidth=1e15, replicate=False)
     costs = [layer.forward + layer.backward for layer in graph.layers]
-    balance = split(costs, 4)
+    balance = split_layers(costs, 4)
     ends = [sum(balance[:stage]) for stage in range(5)]
     least = max(sum(costs[a:b]) for a, b in pairwise(ends))
     assert alone.bottleneck == pytest.approx(least)
-    shared = partition(graph, 4, bandwidth=1e15)
+    shared = pipedream_partition(graph, 4, bandwidth=1e15)
     assert shared.bottleneck == pytest.approx(ONE_WORKER / 4, rel=1e-5)
 
 
@@ -211,13 +228,15 @@ def test_a_branch_is_taken_whole_whatever_the_order_of_its_lines() -> None:
     lines = [node(n, forward=time[n], backward=0.0, activation=size[n]) for n in names]
     paths = [["a", "b1", "b2", "b3", "d"], ["a", "c1", "c2", "c3", "d"]]
     edges = [f"\t{x} -- {y}" for path in paths for x, y in pairwise(path)]
-    plan = partition(parse_graph("\n".join(lines + edges)), 2, bandwidth=1e6, replicate=False)
+    plan = pipedream_partition(
+        parse_graph("\n".join(lines + edges)), 2, bandwidth=1e6, replicate=False
+    )
     assert plan.bottleneck == pytest.approx(0.030)
     first = set(plan.order[: plan.stages[0].stop])
     assert first in ({"a", "b1", "b2", "b3"}, {"a", "c1", "c2", "c3"})
 
 
-def all_states(graph: Graph) -> list[frozenset[str]]:
+def all_states(graph: PipedreamGraph) -> list[frozenset[str]]:
     names = [layer.name for layer in graph.layers]
     reads = {layer.name: set(layer.reads) for layer in graph.layers}
     sets = (frozenset(c) for size in range(len(names) + 1) for c in combinations(names, size))
@@ -225,7 +244,7 @@ def all_states(graph: Graph) -> list[frozenset[str]]:
 
 
 def stage_time(
-    graph: Graph, old: frozenset[str], new: frozenset[str], replicas: int, bandwidth: float
+    graph: PipedreamGraph, old: frozenset[str], new: frozenset[str], replicas: int, bandwidth: float
 ) -> float:
     def sent(state: frozenset[str]) -> float:
         read = {name for layer in graph.layers if layer.name not in state for name in layer.reads}
@@ -239,7 +258,7 @@ def stage_time(
 
 
 def all_bottlenecks(
-    graph: Graph, workers: int, bandwidth: float, most_replicas: int
+    graph: PipedreamGraph, workers: int, bandwidth: float, most_replicas: int
 ) -> Iterator[float]:
     states = all_states(graph)
 
@@ -256,7 +275,7 @@ def all_bottlenecks(
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Graph:
+def graphs(draw: st.DrawFn) -> PipedreamGraph:
     size = draw(st.integers(1, 5))
     costs = st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
     fields = ("forward", "backward", "activation", "parameters")
@@ -268,7 +287,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return parse_graph("\n".join(draw(st.permutations(lines)) + edges))
 
 
-def check_plan(graph: Graph, plan: PipedreamPlan, bandwidth: float) -> None:
+def check_plan(graph: PipedreamGraph, plan: PipedreamPlan, bandwidth: float) -> None:
     """It is what it says: its stages are in an order that can run, and cost that much."""
     seen: set[str] = set()
     for layer in plan.order:
@@ -286,9 +305,9 @@ def check_plan(graph: Graph, plan: PipedreamPlan, bandwidth: float) -> None:
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(1, 3), st.booleans(), st.sampled_from([300.0, 1000.0, 1e5]))
 def test_a_plan_is_the_best_of_all(
-    graph: Graph, workers: int, replicate: bool, bandwidth: float
+    graph: PipedreamGraph, workers: int, replicate: bool, bandwidth: float
 ) -> None:
-    plan = partition(graph, workers, bandwidth, replicate=replicate)
+    plan = pipedream_partition(graph, workers, bandwidth, replicate=replicate)
     check_plan(graph, plan, bandwidth)
     assert plan.num_workers <= workers
     most_replicas = workers if replicate else 1
@@ -310,7 +329,7 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
         ]
     ]
     graph = parse_graph("\n".join(lines + edges))
-    plan = partition(graph, 2, replicate=False)
+    plan = pipedream_partition(graph, 2, replicate=False)
     check_plan(graph, plan, 1e9)
     assert plan.bottleneck == pytest.approx(19 * 0.003)
     assert len(pipedream._states(graph)) == 39
@@ -328,9 +347,9 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
 )
 def test_an_impossible_plan_is_refused(given: dict[str, Any], message: str) -> None:
     with refused(message):
-        partition(parse_graph(node("a")), **given)
+        pipedream_partition(parse_graph(node("a")), **given)
 
 
 def test_a_graph_of_inputs_only_is_refused() -> None:
     with refused("the graph has inputs only, but a plan needs a layer at least: add its line"):
-        partition(parse_graph(node("a", "Input")), 1)
+        pipedream_partition(parse_graph(node("a", "Input")), 1)

@@ -13,11 +13,27 @@ from torch import nn
 import stageline as sl
 from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
-from stageline.planning.partition.stages import Cut, Machines, stage_costs
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.search.layouts import Task
-from stageline.planning.search.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
-from stageline.planning.search.ways import SCHEDULES, Ways, built
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_costs import StageCut, stage_costs
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
+from stageline.planning.search.candidate_builder import CandidateBuilder
+from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES, build_sized
+from stageline.planning.search.enumerate_candidates import enumerate_candidates
+from stageline.planning.search.memory_check import excess_bytes, excess_bytes_from_fewer_ranks
+from stageline.planning.search.predict_time import seconds_from_fewer_ranks
+from stageline.planning.search.search import (
+    FEW_RANKS,
+    FEW_RANKS_ERROR,
+    FOUND_BY_SEARCH,
+    SHORT_RUN_MARGIN,
+)
+from stageline.planning.search.training_layouts import PlanRequest
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")
@@ -44,10 +60,10 @@ def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
         LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
     )
     values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
-    cut = Cut((1, 2), (0, 1), (False, False))
+    cut = StageCut((1, 2), (0, 1), (False, False))
     joined = cluster_of(2, levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
-    cluster = Machines.of(joined, num_ranks=2, replicas=1)
-    tied = (Tied((0, 2), 100),)
+    cluster = RankDevices.of_pipelines(joined, num_ranks=2, replicas=1)
+    tied = (TiedParameter((0, 2), 100),)
     measurement = Measurement(1, layers, values)
     costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
     assert costs.per_stage("forward", 2) == (1.5, 6.25)
@@ -63,7 +79,7 @@ def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
     assert whole.per_stage("forward", 2) == (1, 6)
     assert whole.per_stage("waiting", 2) == (0, 0)
     assert whole.per_stage("optimizer_state", 2) == (0, 0)
-    again = Cut((1, 2), (0, 1), (False, True))
+    again = StageCut((1, 2), (0, 1), (False, True))
     less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
     assert less.per_stage("activation", 2) == (11, 5)
     assert less.per_stage("recompute", 2) == (0, 6)
@@ -73,10 +89,10 @@ def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
 
 def test_a_weight_that_two_layers_of_a_rank_share_is_held_once() -> None:
     layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
-    cut = Cut((1, 1), (0, 0), (False, False))
+    cut = StageCut((1, 1), (0, 0), (False, False))
     measurement = Measurement(1, layers, ())
-    tied = (Tied((0, 1), 100),)
-    machines = Machines.of(cluster_of(1), num_ranks=1, replicas=1)
+    tied = (TiedParameter((0, 1), 100),)
+    machines = RankDevices.of_pipelines(cluster_of(1), num_ranks=1, replicas=1)
     costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
     assert costs.per_stage("parameters", 2) == (100, 0)
 
@@ -144,7 +160,7 @@ def test_no_schedule_that_was_not_chosen_is_faster() -> None:
     profile = profile_of([1.0, 1.5, 1.0, 2.0, 1.0, 1.0, 0.5, 1.0], activation=MIB, parameters=MIB)
     cluster = cluster_of(4, "28MiB")
     chosen = sl.plan(profile, cluster, batch_size=12)
-    for name in SCHEDULES:
+    for name in DEFAULT_SCHEDULES:
         try:
             alone = sl.plan(profile, cluster, batch_size=12, schedules=[name])
         except sl.PlanError:
@@ -227,7 +243,7 @@ def test_what_a_plan_says_is_not_to_be_said_again() -> None:
     ("cluster", "message"),
     [
         (cluster_of(2, "1MiB"), "parameters, gradients and optimizer state take 16MiB"),
-        (cluster_of(2, "17MiB"), "nearest comes .* needs .*MiB .*: use devices with that much"),
+        (cluster_of(2, "17MiB"), "the closest is .* needs .*MiB .*: use devices with that much"),
     ],
 )
 def test_when_nothing_fits_it_says_what_comes_nearest(cluster: Cluster, message: str) -> None:
@@ -240,7 +256,7 @@ def test_it_says_where_running_forwards_again_would_make_it_fit() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
     cluster = cluster_of(4, "5.1MiB")
-    with pytest.raises(sl.PlanError, match=r": recompute on stage 0, or devices with that much"):
+    with pytest.raises(sl.PlanError, match=r": recompute stage 0, or use devices with that much"):
         sl.plan(profile, cluster, num_ranks=4, recompute=False, **options)
 
 
@@ -269,7 +285,7 @@ def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
         assert plan.chosen.side_by_side is side_by_side
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", DEFAULT_SCHEDULES)
 def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None:
     """And what it holds: the search leaves out ways by that."""
     rng = random.Random(name)
@@ -285,14 +301,16 @@ def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None
             count = 2 * num_ranks + more
             long = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=count)
             few, many = sl.simulate(short, costs), sl.simulate(long, costs)
-            assert many.makespan >= SURE * (few.makespan + more * busiest)
+            assert many.makespan >= SHORT_RUN_MARGIN * (few.makespan + more * busiest)
             for after, before in zip(many.peak_memory, few.peak_memory, strict=True):
                 assert after >= before * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in FOUND_BY_SEARCH])
-def test_few_ranks_tell_what_many_take_and_hold_at_least(name: str) -> None:
-    """The search leaves out ways by that, if they are too large to be tried."""
+@pytest.mark.parametrize(
+    "name", [name for name in DEFAULT_SCHEDULES if name not in FOUND_BY_SEARCH]
+)
+def test_few_ranks_bound_the_time_and_memory_of_many(name: str) -> None:
+    """The search excludes candidates by that, if they are too large to be simulated."""
     rng = random.Random(name)
     few, many, count = FEW_RANKS, 3 * FEW_RANKS, 6 * FEW_RANKS
     layers = [
@@ -300,21 +318,25 @@ def test_few_ranks_tell_what_many_take_and_hold_at_least(name: str) -> None:
         for t in (rng.uniform(0.9, 1.1) for _ in range(4 * many))
     ]
     profile = Profile(tuple(map(str, range(4 * many))), (Measurement(1, tuple(layers), ()),))
-    task = Task(profile, cluster_of(many, "1MiB"), count, "sgd", many, recompute=False)
-    ways = Ways(task)
-    way = next(each for each in ways.all([name]) if each.layout.num_microbatches == count)
-    small, large = (built(name, ranks, 2 * ranks, way.chunks) for ranks in (few, many))
-    exact, scaled = ways.excesses(way, large), ways.excesses_by(way, small)
-    assert 0 < (1 - NEAR) * max(scaled) <= max(exact)
-    assert (1 - NEAR) * scaled_up(way, small) <= sl.simulate(large, way.costs).makespan
+    request = PlanRequest(profile, cluster_of(many, "1MiB"), count, "sgd", many, recompute=False)
+    builder = CandidateBuilder(request)
+    candidates = enumerate_candidates(builder, [name])
+    candidate = next(each for each in candidates if each.layout.num_microbatches == count)
+    small, large = (build_sized(name, ranks, 2 * ranks, candidate.chunks) for ranks in (few, many))
+    devices = builder.devices(candidate.layout.grid)
+    exact = excess_bytes(candidate, large, devices)
+    scaled = excess_bytes_from_fewer_ranks(candidate, small, devices)
+    assert 0 < (1 - FEW_RANKS_ERROR) * max(scaled) <= max(exact)
+    seconds = seconds_from_fewer_ranks(candidate, small)
+    assert (1 - FEW_RANKS_ERROR) * seconds <= sl.simulate(large, candidate.costs).makespan
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"balance": [0, 2]}, "fault at balance.0"),
-        ({"surprise": 1}, "fault at surprise: unexpected keyword argument"),
-        ({"peak_memory": [-1.0]}, "fault at peak_memory.0"),
+        ({"balance": [0, 2]}, "has an invalid balance.0"),
+        ({"surprise": 1}, "has an invalid surprise: unexpected keyword argument"),
+        ({"peak_memory": [-1.0]}, "has an invalid peak_memory.0"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(
@@ -329,9 +351,9 @@ def test_a_file_that_is_no_plan_is_refused(
 
 def test_a_plan_or_option_that_cannot_be_is_refused_in_python_too() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
-    with pytest.raises(sl.PlanError, match=r"^Plan has a fault at balance.0: input should be"):
+    with pytest.raises(sl.PlanError, match=r"^Plan has an invalid balance.0: input should be"):
         replace(plan, balance=(0, 2))
-    with pytest.raises(sl.PlanError, match=r"^Option has a fault at bubble: .* \(it is -0.5\)$"):
+    with pytest.raises(sl.PlanError, match=r"^PlanOption has an invalid bubble: .* \(got -0.5\)$"):
         replace(plan.chosen, bubble=-0.5)
 
 

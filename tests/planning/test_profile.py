@@ -21,10 +21,16 @@ from stageline.errors import BatchError, PlanError, StageError
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.planning.profiling.estimate import estimate
-from stageline.planning.profiling.measure import profile
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.profiling.rates import measure_rates
-from stageline.planning.profiling.samples import resized
+from stageline.planning.profiling.measure_rates import measure_rates
+from stageline.planning.profiling.profile import profile
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
+from stageline.planning.profiling.resize_batch import resize_batch
 from stageline.runtime.engine.stage import Pass, Stage, Target, Waiting
 from stageline.runtime.exactness.caller_context import Ambient
 from stageline.runtime.exactness.tied_weights import TiedWeights
@@ -136,7 +142,7 @@ def test_a_tied_embedding_is_part_of_both_layers_and_named_as_one() -> None:
     found = profile(tied_embedding(), tokens, sizes=[SAMPLES], repeats=1)
     layers = found.measurements[0].layers
     assert [layer.parameters for layer in layers] == [10 * WIDTH * 4] * 2
-    assert found.tied == (Tied((0, 1), 10 * WIDTH * 4),)
+    assert found.tied == (TiedParameter((0, 1), 10 * WIDTH * 4),)
     assert kept(found.measurements[0]) == [
         (3 * TENSOR, 3 * TENSOR, 3 * TENSOR),
         (0, 0, SAMPLES * 3 * 10 * 4),
@@ -229,7 +235,7 @@ def held_by_first(layers: LayerSequence, end: int, inputs: Any) -> int:
     """By a stage of the first layers, between its forward and its backward."""
     _, (sent, _) = edges_of(layers, (range(end), range(end, len(layers))))
     stage = Stage(layers, range(end), sent, TiedWeights.of(layers), "minibatch")
-    brought = resized(named_inputs(layers, inputs), SAMPLES)
+    brought = resize_batch(named_inputs(layers, inputs), SAMPLES)
     values = {Value(INPUT, name): value for name, value in brought.items()}
     this = Pass(0, values, None, 0, 0, 0, Ambient.here())
     stage.forward(this, Waiting())
@@ -507,14 +513,14 @@ def test_a_profile_written_before_spreads_were_kept_is_read(tmp_path: Path) -> N
     [
         (
             lambda: LayerCost(-1.0, 1, 1, 1, 1, 1, 1),
-            "LayerCost has a fault at forward: input should be greater than or equal to 0",
+            "LayerCost has an invalid forward: input should be greater than or equal to 0",
         ),
-        (lambda: LayerCost(1, 1, 1, 1, 1, 1, 1, spread=-1), "LayerCost has a fault at spread"),
-        (lambda: LayerCost(1.0), "LayerCost has a fault at input_grad: field required"),  # type: ignore[call-arg]  # meant
-        (lambda: ValueCost(-2, (0,), 1), "ValueCost has a fault at writer"),
-        (lambda: Measurement(0, (), ()), "Measurement has a fault at samples"),
-        (lambda: Measurement(1, ("fast",), ()), r"Measurement has a fault at layers\.0"),  # type: ignore[arg-type]  # meant
-        (lambda: Tied((0, 1), float("nan")), "Tied has a fault at parameters"),
+        (lambda: LayerCost(1, 1, 1, 1, 1, 1, 1, spread=-1), "LayerCost has an invalid spread"),
+        (lambda: LayerCost(1.0), "LayerCost has an invalid input_grad: field required"),  # type: ignore[call-arg]  # meant
+        (lambda: ValueCost(-2, (0,), 1), "ValueCost has an invalid writer"),
+        (lambda: Measurement(0, (), ()), "Measurement has an invalid samples"),
+        (lambda: Measurement(1, ("fast",), ()), r"Measurement has an invalid layers\.0"),  # type: ignore[arg-type]  # meant
+        (lambda: TiedParameter((0, 1), float("nan")), "TiedParameter has an invalid parameters"),
         (lambda: Profile(("a",), ()), r"^measurements are of \[\] samples, but have to ascend$"),
         (lambda: replace(example(), names=("a",)), "^1 layers have names, but 2 have costs"),
     ],
@@ -560,7 +566,7 @@ def edited(**changes: Any) -> Any:
         (edited(backward=1), "backward: unexpected keyword argument"),
         (edited() | {"names": ["a", "b"]}, "2 layers have names, but 1 have costs"),
         (edited() | {"measurements": []}, "have to ascend"),
-        ([], "has a fault at it"),
+        ([], "has an invalid value"),
     ],
 )
 def test_a_file_with_a_fault_is_refused(tmp_path: Path, contents: Any, message: str) -> None:
@@ -606,5 +612,5 @@ def test_what_later_layers_have_freed_is_there_for_a_moment_in_earlier_ones() ->
         LayerCost(1, 1, 1, 7, 0, 0, 0, momentary=4),
     )
     measurement = Measurement(1, layers, ())
-    assert measurement.momentary(range(2)) == 4
-    assert measurement.momentary(range(1)) == 9
+    assert measurement.temporary_bytes(range(2)) == 4
+    assert measurement.temporary_bytes(range(1)) == 9

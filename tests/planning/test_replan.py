@@ -1,4 +1,4 @@
-"""Which layers should move, decided from measured times; and pipelines that were replanned."""
+"""Which layers should move, decided from measured times; and pipelines that were choose_replan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import stageline as sl
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
-from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile
+from stageline.planning.replan import (
+    MeasuredTimes,
+    Replan,
+    choose_replan,
+    measured_times,
+    slowest_replica_times,
+)
 from stageline.runtime.placement.move_layers import follow
 from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
@@ -51,7 +57,7 @@ def decided(
     work = schedule_of(schedule, num_ranks)
     names = tuple(f"layer{n}" for n in range(sum(balance)))
     timeline = sl.simulate(work, sl.Costs(times, times, times))
-    return replanned(work, balance, observed(work, balance, names, [timeline], profile))
+    return choose_replan(work, balance, measured_times(work, balance, names, [timeline], profile))
 
 
 def test_a_slow_device_sheds_layers() -> None:
@@ -100,7 +106,7 @@ def test_an_even_pipeline_does_not_move() -> None:
     found = decided([4.0, 4.1, 4.0], (2, 3, 3), num_ranks=3)
     assert not found.moves
     assert found.new_milliseconds == found.old_milliseconds
-    told = "layers by stage: 2, 3, 3 as before, none was found that is 5 % faster"
+    told = "layers by stage: 2, 3, 3, unchanged: no balance was found that is 5 % faster"
     assert str(found) == told
 
 
@@ -108,14 +114,14 @@ def test_a_replan_says_what_moved_and_what_it_is_worth() -> None:
     """1F1B with two stages takes the first micro-batch's first stage more than the busiest rank."""
     assert str(decided([5.0, 8.0], (5, 4), profile=profile_of([1.0] * 9))) == (
         "layers by stage: 6, 3 instead of 5, 4\n"
-        "a step should take 90 ms instead of 111 (-18.9 %), transfers not counted"
+        "a step should take 90 ms instead of 111 (-18.9 %), not counting transfers"
     )
 
 
 def test_a_stage_takes_what_its_slowest_replica_takes() -> None:
-    replicas = [Observed(sl.Costs([1.0, 5.0], [2.0, 2.0], [3.0, 3.0]), None)]
-    replicas.append(Observed(sl.Costs([4.0, 1.0], [2.0, 2.0], [3.0, 3.0]), None))
-    assert slowest(replicas).stages == sl.Costs([4.0, 5.0], [2.0, 2.0], [3.0, 3.0])
+    replicas = [MeasuredTimes(sl.Costs([1.0, 5.0], [2.0, 2.0], [3.0, 3.0]), None)]
+    replicas.append(MeasuredTimes(sl.Costs([4.0, 1.0], [2.0, 2.0], [3.0, 3.0]), None))
+    assert slowest_replica_times(replicas).stages == sl.Costs([4.0, 5.0], [2.0, 2.0], [3.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -130,13 +136,13 @@ def test_a_stage_takes_what_its_slowest_replica_takes() -> None:
 )
 def test_timelines_of_another_pipeline_are_refused(timelines: Any, message: str) -> None:
     with pytest.raises(sl.PlanError, match=message):
-        observed(schedule_of("1f1b"), (4, 4), NAMES, timelines, None)
+        measured_times(schedule_of("1f1b"), (4, 4), NAMES, timelines, None)
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
     timeline = sl.simulate(schedule_of("1f1b"))
     with pytest.raises(sl.PlanError, match="profile is of a model with 3 layers"):
-        observed(schedule_of("1f1b"), (4, 4), NAMES, [timeline], profile_of([1.0] * 3))
+        measured_times(schedule_of("1f1b"), (4, 4), NAMES, [timeline], profile_of([1.0] * 3))
 
 
 # pipelines in one process

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stageline.planning.profiling.measure import profile
-from stageline.planning.profiling.profile import Profile
+from stageline.planning.profiling.profile import profile
+from stageline.planning.profiling.profile_result import Profile
 from stageline.verification import Case
 from stageline.zoo.gpt import gpt, loss
 

@@ -6,7 +6,13 @@ import pytest
 
 import stageline as sl
 from stageline.planning.cluster.cluster import Level
-from stageline.planning.cluster.links import LARGE, Seconds, levels_of, link_of, ranks_of_a_machine
+from stageline.planning.cluster.measure_links import (
+    LARGE,
+    MessageSeconds,
+    count_ranks_per_machine,
+    levels_of,
+    link_of,
+)
 
 FAST, SLOW = sl.Link(1e-6, 10e9), sl.Link(5e-5, 1e9)
 
@@ -36,26 +42,28 @@ def test_measured_levels_make_a_cluster_whose_links_are_those_measured() -> None
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ("aab", "there are 2 on a, 1 on b ranks, but each machine needs as many"),
-        ("abab", "machines a, b, a, b, but those of one machine have to follow each other"),
+        ("aab", "there are 2 on a, 1 on b ranks, but each machine needs the same number"),
+        ("abab", "machines a, b, a, b, but the ranks of a machine have to be consecutive"),
     ],
 )
 def test_ranks_that_are_spread_unevenly_are_refused(hosts: str, message: str) -> None:
     with pytest.raises(sl.PlanError, match=message):
-        ranks_of_a_machine(list(hosts))
+        count_ranks_per_machine(list(hosts))
 
 
 def test_a_large_message_that_takes_no_longer_than_a_small_one_is_no_measurement() -> None:
-    assert link_of(Seconds(0.25, 0.25 + LARGE / 4e6)) == sl.Link(0.25, 4e6)
+    assert link_of(MessageSeconds(0.25, 0.25 + LARGE / 4e6)) == sl.Link(0.25, 4e6)
     with pytest.raises(sl.PlanError, match=r"took 0.25 s, no longer .* measure again"):
-        link_of(Seconds(0.25, 0.25))
+        link_of(MessageSeconds(0.25, 0.25))
 
 
 def test_without_other_processes_there_is_nothing_to_measure() -> None:
-    with pytest.raises(sl.PlanError, match="there is no process group, but links are between its"):
+    with pytest.raises(
+        sl.PlanError, match="there is no process group, but links are measured between its"
+    ):
         sl.measure_links()
 
 
 def test_a_memory_that_is_none_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(sl.PlanError, match="memory is 'much', but has to be a size in bytes"):
+    with pytest.raises(sl.PlanError, match="memory is 'much', but has to be a number of bytes"):
         sl.measure_links(memory="much")

@@ -8,8 +8,8 @@ import torch
 from stageline.errors import PlanError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.planning.profiling.estimate import estimate
-from stageline.planning.profiling.profile import Measurement, Profile
-from stageline.planning.profiling.repeat import repeated
+from stageline.planning.profiling.profile_result import Measurement, Profile
+from stageline.planning.profiling.repeat_layers import repeat_layers
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import NORMAL, Cell, FeatureMap
 from stageline.zoo.transformer import transformer
@@ -41,26 +41,26 @@ def of_transformer(num_layers: int) -> Profile:
 
 
 def test_a_transformer_of_five_layers_from_one_of_one() -> None:
-    deep = repeated(of_transformer(1), (1, 5, 1))
+    deep = repeat_layers(of_transformer(1), (1, 5, 1))
     assert deep.measurements == of_transformer(5).measurements
 
 
 @pytest.mark.slow
 def test_cells_that_read_from_the_two_before() -> None:
     shallow = estimate(cells(5), torch.empty(2, 8, 4, 4), flops=1e12, bandwidth=1e11, sizes=[2])
-    assert repeated(shallow, (1, 1, 3, 1, 1)).at(2) == of_cells(7)
+    assert repeat_layers(shallow, (1, 1, 3, 1, 1)).at(2) == of_cells(7)
 
 
 def test_a_layer_with_a_tied_weight_cannot_be_repeated() -> None:
     layers = gpt.gpt(vocabulary=16, width=8, heads=2, blocks=1, context=4)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     shallow = estimate(layers, tokens, flops=1e12, bandwidth=1e11)
-    assert repeated(shallow, (1, 2, 2, 1)).tied[0].layers == (0, 5)
+    assert repeat_layers(shallow, (1, 2, 2, 1)).tied[0].layers == (0, 5)
     with pytest.raises(PlanError, match="layer 'head' shares a weight with another"):
-        repeated(shallow, (1, 1, 1, 2))
+        repeat_layers(shallow, (1, 1, 1, 2))
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 0, 1)])
 def test_every_layer_needs_a_number(counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="needs a number of 1 or more for each of 3 layers"):
-        repeated(of_transformer(1), counts)
+        repeat_layers(of_transformer(1), counts)

@@ -1,4 +1,4 @@
-"""Each layer of a model as a stage of its own, which the runtime runs on one micro-batch."""
+"""Run each layer of a model as a stage of its own, with the runtime's code, on one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.checks import edges_of
 
 
-class Run(NamedTuple):
-    """A forward whose backward is still to come."""
+class LayerForward(NamedTuple):
+    """A forward of one layer whose backward has not run yet."""
 
     number: int  # of the layer
     in_halves: bool
@@ -26,8 +26,11 @@ class Run(NamedTuple):
     waiting: Waiting
 
 
-class Solo:
-    """State: what the stages have seen of their layers, and the values that were put down."""
+class LayerRunner:
+    """Runs layers one by one.
+
+    State: a stage for each layer, and the values that layers have written.
+    """
 
     def __init__(
         self,
@@ -46,12 +49,13 @@ class Solo:
         ]
         self.values: dict[Value, Any] = {Value(INPUT, n): value for n, value in inputs.items()}
 
-    def fill(self) -> None:
-        """Run all layers once and put down what they write."""
+    def run_all(self) -> None:
+        """Run the forward of every layer once, and keep the values that layers write."""
         for number in range(len(self.layers)):
             self.values.update(self.forward(number, in_halves=False).written)
 
-    def forward(self, number: int, *, in_halves: bool) -> Run:
+    def forward(self, number: int, *, in_halves: bool) -> LayerForward:
+        """Run F of one layer; `in_halves` if I and W follow instead of B."""
         stage, waiting = self.stages[number], Waiting()
         this = Pass(
             microbatch=0,
@@ -68,28 +72,30 @@ class Solo:
         except Exception as error:
             raise self._failure(number, error) from error
         stage.statistics.seen.clear()
-        stage.inner.trust()  # the next one is as those after the first step
-        return Run(number, in_halves, written, waiting)
+        stage.inner.trust()  # the next run is as those after the first step
+        return LayerForward(number, in_halves, written, waiting)
 
-    def ones(self, run: Run) -> Gradients:
-        """In place of the gradients that later layers would send."""
+    def output_gradients(self, run: LayerForward) -> Gradients:
+        """Return ones in place of the gradients that later layers would send."""
         return {
-            value: [_one(tensor) for tensor in trees.tensors(tree)]
+            value: [_ones_like(tensor) for tensor in trees.tensors(tree)]
             for value, tree in run.written.items()
         }
 
-    def backward(self, run: Run, gradients: Gradients) -> None:
-        """B, or I if it comes in halves."""
+    def backward(self, run: LayerForward, gradients: Gradients) -> None:
+        """Run B, or I if the backward is in halves."""
         stage = self.stages[run.number]
         try:
             stage.backward(0, gradients, run.waiting, in_halves=run.in_halves)
         except Exception as error:
             raise self._failure(run.number, error) from error
 
-    def weight_gradients(self, run: Run) -> None:
+    def weight_gradients(self, run: LayerForward) -> None:
+        """Run W of a backward in halves."""
         self.stages[run.number].weight_gradients(0, run.waiting)
 
-    def forget_gradients(self, number: int) -> None:
+    def zero_grad(self, number: int) -> None:
+        """Delete the gradients of one layer's parameters."""
         self.layers.layers[number].module.zero_grad()
         self.tied.refresh()
 
@@ -105,5 +111,5 @@ class Solo:
         )
 
 
-def _one(tensor: Tensor) -> Tensor | None:
+def _ones_like(tensor: Tensor) -> Tensor | None:
     return torch.ones_like(tensor) if tensor.requires_grad else None
