@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.planning.small_layers import cluster_of, profile_of
 from torch import nn
 
 import stageline as sl
@@ -26,7 +27,6 @@ from stageline.planning.partition.stage_replicas import (
     replicated_cuts,
     round_up_microbatches,
 )
-from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile, ValueCost
 from stageline.planning.search.candidate_schedules import build_sized
 from stageline.planning.search.search import SHORT_RUN_MARGIN
 from stageline.planning.stream_period import min_period, min_time_per_microbatch, period_of
@@ -38,18 +38,8 @@ VGG16_WIRE = (Level("machine", 4, 1e9),)
 STREAMS = sl.schedule_names(synchronous=False)
 
 
-def profile_of(
-    times: list[float], *, activation: float = 0.0, parameters: float = 1.0, message: float = 0.0
-) -> Profile:
-    """Layers in a chain that take so long forward, and twice as long backward."""
-    costs = tuple(LayerCost(t, t, t, activation, activation, parameters, 0) for t in times)
-    values = tuple(ValueCost(n, (n + 1,), message) for n in range(len(times) - 1))
-    names = tuple(f"layer{n}" for n in range(len(times)))
-    return Profile(names, (Measurement(1, costs, values),))
-
-
-def cluster_of(num_devices: int, memory: float | str = "1TiB", **options: Any) -> Cluster:
-    return Cluster(num_devices=num_devices, memory=memory, **options)
+def profile_with_weights(times: list[float], **options: float) -> sl.Profile:
+    return profile_of(times, **{"parameters": 1.0} | options)
 
 
 def wired(num_devices: int, bandwidth: float, memory: float | str = "1TiB") -> Cluster:
@@ -89,7 +79,7 @@ def all_periods(times: list[float], ring: float, message: float, batch: int) -> 
 
 @pytest.mark.parametrize("times", [HEAVY_FIRST, [2.0, 6.0, 1.0, 1.0]])
 def test_no_cut_and_no_replicas_are_faster_than_the_planned_ones(times: list[float]) -> None:
-    profile = profile_of(times, parameters=30.0, message=10.0)
+    profile = profile_with_weights(times, parameters=30.0, message=10.0)
     plan = sl.plan(profile, wired(4, 100.0), batch_size=3, num_ranks=4, schedules=["pipedream"])
     assert plan.chosen.seconds == pytest.approx(min(all_periods(times, 0.3, 0.1, 3)))
     assert plan.chosen.schedule == "pipedream"
@@ -99,18 +89,18 @@ def test_no_cut_and_no_replicas_are_faster_than_the_planned_ones(times: list[flo
 def replicated() -> sl.Plan:
     """Stages on 3 and 1 of 4 ranks."""
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
-    return sl.plan(profile_of(HEAVY_FIRST), cluster_of(4), **options)
+    return sl.plan(profile_with_weights(HEAVY_FIRST), cluster_of(4), **options)
 
 
 @pytest.fixture(scope="module")
 def straight() -> sl.Plan:
     """Two stages without replicas."""
     options: dict[str, Any] = {"batch_size": 4, "num_ranks": 2, "schedules": ["pipedream"]}
-    return sl.plan(profile_of([0.01] * 4), cluster_of(2), **options)
+    return sl.plan(profile_with_weights([0.01] * 4), cluster_of(2), **options)
 
 
 def test_heavy_first_layers_get_three_of_four_ranks() -> None:
-    profile = profile_of(HEAVY_FIRST)
+    profile = profile_with_weights(HEAVY_FIRST)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4}
     plan = sl.plan(profile, cluster_of(4), schedules=["1f1b", "pipedream"], **options)
     assert plan.chosen.stage_replicas == plan.schedule.replicas == (3, 1)
@@ -125,13 +115,17 @@ def test_heavy_first_layers_get_three_of_four_ranks() -> None:
 
 def test_there_may_be_more_ranks_than_layers() -> None:
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
-    plan = sl.plan(profile_of([3.0, 1.0]), cluster_of(4), **options)
+    plan = sl.plan(profile_with_weights([3.0, 1.0]), cluster_of(4), **options)
     assert plan.chosen.stage_replicas == (3, 1)
 
 
 def test_micro_batches_go_round_among_replicas_though_the_batch_is_a_power_of_two() -> None:
     plan = sl.plan(
-        profile_of(HEAVY_FIRST), cluster_of(4), batch_size=64, num_ranks=4, schedules=["pipedream"]
+        profile_with_weights(HEAVY_FIRST),
+        cluster_of(4),
+        batch_size=64,
+        num_ranks=4,
+        schedules=["pipedream"],
     )
     assert plan.chosen.stage_replicas == (3, 1)
     assert plan.chosen.num_microbatches % 3 == 0
@@ -139,7 +133,7 @@ def test_micro_batches_go_round_among_replicas_though_the_batch_is_a_power_of_tw
 
 
 def test_no_plan_is_asynchronous_unless_that_is_asked_for() -> None:
-    plan = sl.plan(profile_of(HEAVY_FIRST), cluster_of(4), batch_size=12, num_ranks=4)
+    plan = sl.plan(profile_with_weights(HEAVY_FIRST), cluster_of(4), batch_size=12, num_ranks=4)
     assert not any(option.is_asynchronous for option in (plan.chosen, *plan.others))
     assert plan.chosen.stage_replicas == ()
     assert "from one mini-batch to the next" not in str(plan)
@@ -147,7 +141,7 @@ def test_no_plan_is_asynchronous_unless_that_is_asked_for() -> None:
 
 def test_pipelines_with_replicas_of_their_own_are_not_asynchronous() -> None:
     """With two ranks of four devices there is a pipeline twice, and only synchronous ones."""
-    profile = profile_of(HEAVY_FIRST)
+    profile = profile_with_weights(HEAVY_FIRST)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 2}
     with pytest.raises(sl.PlanError, match="no schedule can cut 4 layers for 4 devices"):
         sl.plan(profile, cluster_of(4), schedules=["pipedream"], **options)
@@ -157,7 +151,7 @@ def test_pipelines_with_replicas_of_their_own_are_not_asynchronous() -> None:
 
 def test_versions_of_weights_have_to_fit_too() -> None:
     """With a micro-batch to a mini-batch the first of 4 stages keeps 4 versions of its weights."""
-    profile = profile_of([1.0] * 4, parameters=MIB)
+    profile = profile_with_weights([1.0] * 4, parameters=MIB)
     options: dict[str, Any] = {"batch_size": 1, "optimizer": "sgd", "num_ranks": 4}
     roomy = sl.plan(profile, cluster_of(4, "5.5MiB"), schedules=["1f1b", "pipedream"], **options)
     assert roomy.chosen.schedule == "pipedream"
@@ -167,7 +161,7 @@ def test_versions_of_weights_have_to_fit_too() -> None:
 
 
 def test_two_versions_have_to_fit_where_stashing_needs_no_more() -> None:
-    profile = profile_of([1.0] * 4, parameters=MIB)
+    profile = profile_with_weights([1.0] * 4, parameters=MIB)
     options: dict[str, Any] = {"batch_size": 4, "optimizer": "sgd", "num_ranks": 4}
     both = sl.plan(profile, cluster_of(4, "3MiB"), schedules=["pipedream_2bw"], **options)
     assert set(both.peak_memory) == {3 * MIB}  # two versions, and gradients
@@ -179,7 +173,7 @@ def test_two_versions_have_to_fit_where_stashing_needs_no_more() -> None:
 
 def test_every_replica_has_room_for_the_whole_stage() -> None:
     """The third device is too small for the first layer with AdamW's states."""
-    profile = profile_of([9.0, 1.0, 1.0, 1.0, 1.0], parameters=MIB)
+    profile = profile_with_weights([9.0, 1.0, 1.0, 1.0, 1.0], parameters=MIB)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
     devices = tuple(Device(size) for size in ("64MiB", "64MiB", "4.5MiB", "64MiB"))
     plan = sl.plan(profile, Cluster(4, devices=devices), **options)
@@ -189,7 +183,7 @@ def test_every_replica_has_room_for_the_whole_stage() -> None:
 
 
 def test_a_tight_memory_moves_layers_off_a_replicated_stage() -> None:
-    profile = profile_of([4.0, 4.0, 4.0, 1.0, 1.0, 1.0], parameters=MIB)
+    profile = profile_with_weights([4.0, 4.0, 4.0, 1.0, 1.0, 1.0], parameters=MIB)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "optimizer": "sgd"}
     memory = 9.5 * MIB
     plan = sl.plan(profile, cluster_of(4, memory), schedules=["pipedream"], **options)
@@ -197,14 +191,14 @@ def test_a_tight_memory_moves_layers_off_a_replicated_stage() -> None:
 
 
 def test_slow_sums_of_gradients_speak_against_replicas() -> None:
-    profile = profile_of(HEAVY_FIRST, parameters=1000.0)
+    profile = profile_with_weights(HEAVY_FIRST, parameters=1000.0)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
     assert sl.plan(profile, wired(4, 1e6), **options).chosen.stage_replicas == (3, 1)
     assert sl.plan(profile, wired(4, 1.0), **options).chosen.stage_replicas == ()
 
 
 def test_a_file_holds_replicas_and_what_is_expected(tmp_path: Path) -> None:
-    profile = profile_of(HEAVY_FIRST, parameters=30.0, message=10.0)
+    profile = profile_with_weights(HEAVY_FIRST, parameters=30.0, message=10.0)
     plan = sl.plan(profile, wired(4, 1e4), batch_size=12, num_ranks=4, schedules=STREAMS)
     plan.save(tmp_path / "plan.json")
     again = sl.Plan.load(tmp_path / "plan.json")
@@ -217,7 +211,7 @@ def test_a_file_holds_replicas_and_what_is_expected(tmp_path: Path) -> None:
 
 def test_files_from_before_there_were_replicas_of_stages_are_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(2), batch_size=4, num_ranks=2)
+    plan = sl.plan(profile_with_weights([1.0, 1.0]), cluster_of(2), batch_size=4, num_ranks=2)
     plan.save(path)
     old = json.loads(path.read_text())
     for option in (old["chosen"], *old["others"]):

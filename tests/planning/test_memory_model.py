@@ -23,11 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stageline.costs import Costs
 from stageline.model.layers import INPUT, LayerSequence
 from stageline.pipeline import LossFunction, Pipeline
-from stageline.planning.cluster.cluster import Cluster
+from stageline.planning.cluster.cluster import Cluster, Level
 from stageline.planning.partition.rank_devices import RankDevices
 from stageline.planning.partition.stage_costs import StageCut, stage_costs
 from stageline.planning.profiling.estimate import estimate
-from stageline.planning.profiling.profile_result import Profile
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
 from stageline.report.measures.memory import peak_memory
 from stageline.runtime.engine.stage import Stage
 from stageline.schedules.action import Kind
@@ -271,3 +277,47 @@ def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_costs_of_a_stage_from_its_layers_reads_and_sends() -> None:
+    layers = (
+        LayerCost(1, 2, 3, 10, 6, 100, 8, waiting=1, halving=0.5),
+        LayerCost(2, 3, 4, 20, 15, 200, 0, waiting=2, halving=0.25),
+        LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
+    )
+    values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
+    cut = StageCut((1, 2), (0, 1), (False, False))
+    joined = Cluster(2, "1TiB", levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
+    cluster = RankDevices.of_pipelines(joined, num_ranks=2, replicas=1)
+    tied = (TiedParameter((0, 2), 100),)
+    measurement = Measurement(1, layers, values)
+    costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
+    assert costs.per_stage("forward", 2) == (1.5, 6.25)
+    assert costs.per_stage("input_grad", 2) == (2, 8)
+    assert costs.per_stage("weight_grad", 2) == (3, 10)
+    assert costs.per_stage("transfer", 2) == (0.5 + 5 / 10, 0)
+    assert costs.per_stage("activation", 2) == (10 + 1, 60 + 5)
+    assert costs.per_stage("retained", 2) == (6, 50 + 5)
+    assert costs.per_stage("waiting", 2) == (1, 6)
+    assert costs.per_stage("parameters", 2) == (108, 300)  # on two ranks, so both hold the tied one
+    assert costs.per_stage("optimizer_state", 2) == (200, 600)  # of parameters, not of buffers
+    whole = stage_costs(measurement, tied, cut, cluster, in_halves=False, optimizer="sgd")
+    assert whole.per_stage("forward", 2) == (1, 6)
+    assert whole.per_stage("waiting", 2) == (0, 0)
+    assert whole.per_stage("optimizer_state", 2) == (0, 0)
+    again = StageCut((1, 2), (0, 1), (False, True))
+    less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
+    assert less.per_stage("activation", 2) == (11, 5)
+    assert less.per_stage("recompute", 2) == (0, 6)
+    assert less.per_stage("working_set", 2) == (0, 60)
+    assert less.per_stage("waiting", 2) == (1, 6 + 50)  # what was brought back for I stays until W
+
+
+def test_a_weight_tied_within_a_rank_is_held_once() -> None:
+    layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
+    cut = StageCut((1, 1), (0, 0), (False, False))
+    measurement = Measurement(1, layers, ())
+    tied = (TiedParameter((0, 1), 100),)
+    machines = RankDevices.of_pipelines(Cluster(1, "1TiB"), num_ranks=1, replicas=1)
+    costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
+    assert costs.per_stage("parameters", 2) == (100, 0)

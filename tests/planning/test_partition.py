@@ -154,25 +154,25 @@ def test_a_stage_with_little_memory_takes_fewer_layers() -> None:
         (
             {"costs": [1, 1], "num_stages": 3},
             (
-                "there are 2 layers, but 3 stages need one each at least: "
-                "use fewer ranks or chunks, or cut the model into smaller layers"
+                "there are 2 layers, but 3 stages need at least one each: "
+                "use fewer ranks or chunks, or divide the model into smaller layers"
             ),
         ),
         (
             {"costs": [], "num_stages": 1},
             (
-                "there are 0 layers, but 1 stages need one each at least: "
-                "use fewer ranks or chunks, or cut the model into smaller layers"
+                "there are 0 layers, but 1 stages need at least one each: "
+                "use fewer ranks or chunks, or divide the model into smaller layers"
             ),
         ),
-        ({"costs": [1], "num_stages": 0}, "num_stages is 0, but has to be 1 at least"),
+        ({"costs": [1], "num_stages": 0}, "num_stages is 0, but has to be at least 1"),
         (
             {"costs": [1, -2], "num_stages": 1},
-            "costs[1] is -2, but has to be finite and 0 or more",
+            "costs[1] is -2, but has to be finite and at least 0",
         ),
         (
             {"costs": [1, float("nan")], "num_stages": 1},
-            "costs[1] is nan, but has to be finite and 0 or more",
+            "costs[1] is nan, but has to be finite and at least 0",
         ),
         (
             {"costs": [1, 1], "num_stages": 2, "speeds": [1, 0]},
@@ -180,7 +180,7 @@ def test_a_stage_with_little_memory_takes_fewer_layers() -> None:
         ),
         (
             {"costs": [1, 1], "num_stages": 2, "transfers": [1, 1]},
-            "transfers has 2 numbers, but needs 1: give one each",
+            "transfers has 2 numbers, but needs 1",
         ),
         (
             {"costs": [1, 1], "num_stages": 2, "fits": lambda *_: False},

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planning.small_layers import cluster_of, profile_of
 from torch import nn
 
 import stageline as sl
 from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
-from stageline.planning.partition.rank_devices import RankDevices
-from stageline.planning.partition.stage_costs import StageCut, stage_costs
 from stageline.planning.profiling.profile_result import (
     LayerCost,
     Measurement,
     Profile,
-    TiedParameter,
     ValueCost,
 )
 from stageline.planning.search.candidate_builder import CandidateBuilder
@@ -37,64 +35,6 @@ from stageline.planning.search.training_layouts import PlanRequest
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")
-
-
-def profile_of(
-    times: list[float], *, activation: float = 0.0, parameters: float = 0.0, message: float = 0.0
-) -> Profile:
-    """Layers in a chain that take so long forward, and twice as long backward."""
-    costs = tuple(LayerCost(t, t, t, activation, activation, parameters, 0) for t in times)
-    values = tuple(ValueCost(n, (n + 1,), message) for n in range(len(times) - 1))
-    names = tuple(f"layer{n}" for n in range(len(times)))
-    return Profile(names, (Measurement(1, costs, values),))
-
-
-def cluster_of(num_devices: int, memory: float | str = "1TiB", **options: Any) -> Cluster:
-    return Cluster(num_devices=num_devices, memory=memory, **options)
-
-
-def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
-    layers = (
-        LayerCost(1, 2, 3, 10, 6, 100, 8, waiting=1, halving=0.5),
-        LayerCost(2, 3, 4, 20, 15, 200, 0, waiting=2, halving=0.25),
-        LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
-    )
-    values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
-    cut = StageCut((1, 2), (0, 1), (False, False))
-    joined = cluster_of(2, levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
-    cluster = RankDevices.of_pipelines(joined, num_ranks=2, replicas=1)
-    tied = (TiedParameter((0, 2), 100),)
-    measurement = Measurement(1, layers, values)
-    costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
-    assert costs.per_stage("forward", 2) == (1.5, 6.25)
-    assert costs.per_stage("input_grad", 2) == (2, 8)
-    assert costs.per_stage("weight_grad", 2) == (3, 10)
-    assert costs.per_stage("transfer", 2) == (0.5 + 5 / 10, 0)
-    assert costs.per_stage("activation", 2) == (10 + 1, 60 + 5)
-    assert costs.per_stage("retained", 2) == (6, 50 + 5)
-    assert costs.per_stage("waiting", 2) == (1, 6)
-    assert costs.per_stage("parameters", 2) == (108, 300)  # on two ranks, so both hold the tied one
-    assert costs.per_stage("optimizer_state", 2) == (200, 600)  # of parameters, not of buffers
-    whole = stage_costs(measurement, tied, cut, cluster, in_halves=False, optimizer="sgd")
-    assert whole.per_stage("forward", 2) == (1, 6)
-    assert whole.per_stage("waiting", 2) == (0, 0)
-    assert whole.per_stage("optimizer_state", 2) == (0, 0)
-    again = StageCut((1, 2), (0, 1), (False, True))
-    less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
-    assert less.per_stage("activation", 2) == (11, 5)
-    assert less.per_stage("recompute", 2) == (0, 6)
-    assert less.per_stage("working_set", 2) == (0, 60)
-    assert less.per_stage("waiting", 2) == (1, 6 + 50)  # what was brought back for I stays until W
-
-
-def test_a_weight_that_two_layers_of_a_rank_share_is_held_once() -> None:
-    layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
-    cut = StageCut((1, 1), (0, 0), (False, False))
-    measurement = Measurement(1, layers, ())
-    tied = (TiedParameter((0, 1), 100),)
-    machines = RankDevices.of_pipelines(cluster_of(1), num_ranks=1, replicas=1)
-    costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
-    assert costs.per_stage("parameters", 2) == (100, 0)
 
 
 def test_one_device_takes_all_and_needs_no_pipeline() -> None:

@@ -163,17 +163,17 @@ def test_a_wave_lets_the_rank_of_the_head_hold_less_of_the_beginning() -> None:
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
-    with pytest.raises(PlanError, match="there are 3 layers, but 4 stages need one each"):
+    with pytest.raises(PlanError, match="there are 3 layers, but 4 stages need at least one each"):
         split_into_chunks([1, 1, 1], wave(2))
 
 
 def test_speeds_are_those_of_the_ranks() -> None:
     assert split_into_chunks([1] * 12, wave(2), speeds=[2, 1]).largest == 4  # 8 layers and 4
-    message = "speeds has 4 numbers, but the placement has 2 ranks: give one each"
+    message = "speeds has 4 numbers, but the placement has 2 ranks: give one for each"
     with pytest.raises(PlanError, match=f"^{message}$"):
         split_into_chunks([1] * 12, wave(2), speeds=[2, 1, 1, 2])
 
 
 def test_a_placement_without_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_stages is 0, but has to be 1 at least"):
+    with pytest.raises(PlanError, match="num_stages is 0, but has to be at least 1"):
         split_into_chunks([1], ())
