@@ -47,7 +47,7 @@ def wired(num_devices: int, bandwidth: float, memory: float | str = "1TiB") -> C
 
 
 def all_periods(times: list[float], ring: float, message: float, batch: int) -> Iterator[float]:
-    """Of all cuts for 4 ranks, all replicas and sizes of micro-batches, by simulation.
+    """Yield the simulated periods of all cuts, replicas and micro-batch sizes on 4 ranks.
 
     A sum over r replicas takes 0.1 + 2 (r - 1) / r · `ring` for each layer, a message 0.1 more
     than `message` for each sample.
@@ -78,7 +78,7 @@ def all_periods(times: list[float], ring: float, message: float, batch: int) -> 
 
 
 @pytest.mark.parametrize("times", [HEAVY_FIRST, [2.0, 6.0, 1.0, 1.0]])
-def test_no_cut_and_no_replicas_are_faster_than_the_planned_ones(times: list[float]) -> None:
+def test_no_other_cut_or_number_of_replicas_is_faster(times: list[float]) -> None:
     profile = profile_with_weights(times, parameters=30.0, message=10.0)
     plan = sl.plan(profile, wired(4, 100.0), batch_size=3, num_ranks=4, schedules=["pipedream"])
     assert plan.chosen.seconds == pytest.approx(min(all_periods(times, 0.3, 0.1, 3)))
@@ -87,14 +87,14 @@ def test_no_cut_and_no_replicas_are_faster_than_the_planned_ones(times: list[flo
 
 @pytest.fixture(scope="module")
 def replicated() -> sl.Plan:
-    """Stages on 3 and 1 of 4 ranks."""
+    """Return a plan with two stages, on 3 and 1 of 4 ranks."""
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
     return sl.plan(profile_with_weights(HEAVY_FIRST), cluster_of(4), **options)
 
 
 @pytest.fixture(scope="module")
 def straight() -> sl.Plan:
-    """Two stages without replicas."""
+    """Return a plan with two stages without replicas."""
     options: dict[str, Any] = {"batch_size": 4, "num_ranks": 2, "schedules": ["pipedream"]}
     return sl.plan(profile_with_weights([0.01] * 4), cluster_of(2), **options)
 
@@ -119,7 +119,7 @@ def test_there_may_be_more_ranks_than_layers() -> None:
     assert plan.chosen.stage_replicas == (3, 1)
 
 
-def test_micro_batches_go_round_among_replicas_though_the_batch_is_a_power_of_two() -> None:
+def test_the_number_of_micro_batches_is_a_multiple_of_the_replicas() -> None:
     plan = sl.plan(
         profile_with_weights(HEAVY_FIRST),
         cluster_of(4),
@@ -132,15 +132,15 @@ def test_micro_batches_go_round_among_replicas_though_the_batch_is_a_power_of_tw
     assert plan.chosen.num_microbatches * plan.chosen.samples == 66  # some have one less
 
 
-def test_no_plan_is_asynchronous_unless_that_is_asked_for() -> None:
+def test_plans_are_synchronous_unless_asynchronous_schedules_are_named() -> None:
     plan = sl.plan(profile_with_weights(HEAVY_FIRST), cluster_of(4), batch_size=12, num_ranks=4)
     assert not any(option.is_asynchronous for option in (plan.chosen, *plan.others))
     assert plan.chosen.stage_replicas == ()
     assert "from one mini-batch to the next" not in str(plan)
 
 
-def test_pipelines_with_replicas_of_their_own_are_not_asynchronous() -> None:
-    """With two ranks of four devices there is a pipeline twice, and only synchronous ones."""
+def test_asynchronous_pipelines_have_no_replicas_of_the_whole_pipeline() -> None:
+    """Two ranks on four devices need two replicas, so only synchronous schedules are left."""
     profile = profile_with_weights(HEAVY_FIRST)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 2}
     with pytest.raises(sl.PlanError, match="no schedule can cut 4 layers for 4 devices"):
@@ -149,8 +149,8 @@ def test_pipelines_with_replicas_of_their_own_are_not_asynchronous() -> None:
     assert (plan.chosen.schedule, plan.chosen.replicas) == ("1f1b", 2)
 
 
-def test_versions_of_weights_have_to_fit_too() -> None:
-    """With a micro-batch to a mini-batch the first of 4 stages keeps 4 versions of its weights."""
+def test_all_versions_of_weights_have_to_fit_in_memory() -> None:
+    """With one micro-batch per mini-batch the first of 4 stages has 4 versions of its weights."""
     profile = profile_with_weights([1.0] * 4, parameters=MIB)
     options: dict[str, Any] = {"batch_size": 1, "optimizer": "sgd", "num_ranks": 4}
     roomy = sl.plan(profile, cluster_of(4, "5.5MiB"), schedules=["1f1b", "pipedream"], **options)
@@ -160,7 +160,7 @@ def test_versions_of_weights_have_to_fit_too() -> None:
     assert tight.chosen.schedule == "1f1b"
 
 
-def test_two_versions_have_to_fit_where_stashing_needs_no_more() -> None:
+def test_both_versions_of_2bw_have_to_fit_in_memory() -> None:
     profile = profile_with_weights([1.0] * 4, parameters=MIB)
     options: dict[str, Any] = {"batch_size": 4, "optimizer": "sgd", "num_ranks": 4}
     both = sl.plan(profile, cluster_of(4, "3MiB"), schedules=["pipedream_2bw"], **options)
@@ -171,7 +171,7 @@ def test_two_versions_have_to_fit_where_stashing_needs_no_more() -> None:
         sl.plan(profile, cluster_of(4, "2.9MiB"), schedules=["pipedream_2bw"], **options)
 
 
-def test_every_replica_has_room_for_the_whole_stage() -> None:
+def test_every_replica_needs_memory_for_its_whole_stage() -> None:
     """The third device is too small for the first layer with AdamW's states."""
     profile = profile_with_weights([9.0, 1.0, 1.0, 1.0, 1.0], parameters=MIB)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
@@ -182,7 +182,7 @@ def test_every_replica_has_room_for_the_whole_stage() -> None:
         assert peak <= device.memory_bytes
 
 
-def test_a_tight_memory_moves_layers_off_a_replicated_stage() -> None:
+def test_little_memory_moves_layers_off_a_replicated_stage() -> None:
     profile = profile_with_weights([4.0, 4.0, 4.0, 1.0, 1.0, 1.0], parameters=MIB)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "optimizer": "sgd"}
     memory = 9.5 * MIB
@@ -190,14 +190,14 @@ def test_a_tight_memory_moves_layers_off_a_replicated_stage() -> None:
     assert max(plan.peak_memory) <= memory
 
 
-def test_slow_sums_of_gradients_speak_against_replicas() -> None:
+def test_slow_gradient_reductions_rule_out_replicas() -> None:
     profile = profile_with_weights(HEAVY_FIRST, parameters=1000.0)
     options: dict[str, Any] = {"batch_size": 12, "num_ranks": 4, "schedules": ["pipedream"]}
     assert sl.plan(profile, wired(4, 1e6), **options).chosen.stage_replicas == (3, 1)
     assert sl.plan(profile, wired(4, 1.0), **options).chosen.stage_replicas == ()
 
 
-def test_a_file_holds_replicas_and_what_is_expected(tmp_path: Path) -> None:
+def test_a_plan_with_replicas_is_read_back_from_its_file(tmp_path: Path) -> None:
     profile = profile_with_weights(HEAVY_FIRST, parameters=30.0, message=10.0)
     plan = sl.plan(profile, wired(4, 1e4), batch_size=12, num_ranks=4, schedules=STREAMS)
     plan.save(tmp_path / "plan.json")
@@ -209,7 +209,7 @@ def test_a_file_holds_replicas_and_what_is_expected(tmp_path: Path) -> None:
     assert again.timeline.peak_memory == pytest.approx(plan.peak_memory)
 
 
-def test_files_from_before_there_were_replicas_of_stages_are_read(tmp_path: Path) -> None:
+def test_a_file_without_stage_replicas_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = sl.plan(profile_with_weights([1.0, 1.0]), cluster_of(2), batch_size=4, num_ranks=2)
     plan.save(path)
@@ -232,7 +232,7 @@ def test_files_from_before_there_were_replicas_of_stages_are_read(tmp_path: Path
         ({"replicas": 2}, "beside 2 replicas of the pipeline"),
     ],
 )
-def test_a_file_with_wrong_replicas_is_refused(
+def test_a_file_with_invalid_stage_replicas_is_refused(
     tmp_path: Path, replicated: sl.Plan, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "plan.json"
@@ -243,7 +243,7 @@ def test_a_file_with_wrong_replicas_is_refused(
         sl.Plan.load(path)
 
 
-def test_a_pipeline_streams_as_its_plan_says_and_is_compared_with_it(straight: sl.Plan) -> None:
+def test_an_asynchronous_pipeline_follows_its_plan_and_is_explained(straight: sl.Plan) -> None:
     torch.manual_seed(0)
     plan = straight
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
@@ -262,21 +262,21 @@ def test_a_pipeline_streams_as_its_plan_says_and_is_compared_with_it(straight: s
     assert found.measured < timeline.makespan / 2  # of 8 mini-batches
 
 
-def test_too_few_mini_batches_do_not_show_a_pace(straight: sl.Plan) -> None:
+def test_a_timeline_with_too_few_mini_batches_is_refused(straight: sl.Plan) -> None:
     sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": straight.chosen.num_microbatches}
     short = sl.simulate(sl.build_schedule("pipedream", **sizes, num_minibatches=4))
     with pytest.raises(sl.PlanError, match="has 4 mini-batches, but at least 5"):
         explain(straight, [short])
 
 
-def test_replicas_of_a_plan_need_a_process_each(replicated: sl.Plan) -> None:
+def test_a_plan_with_stage_replicas_needs_a_process_for_each_rank(replicated: sl.Plan) -> None:
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
     with pytest.raises(sl.ModelError, match=r"replicas is \[3, 1\], .* a process for each"):
         sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer=torch.optim.AdamW)
 
 
-def test_pipedreams_own_plan_of_vgg16_is_among_those_that_are_tried() -> None:
-    """With a micro-batch to a mini-batch, as there; its formula counts twice a ring's bytes."""
+def test_the_plan_of_pipedream_for_vgg16_is_tried() -> None:
+    """One micro-batch per mini-batch, as in PipeDream; its formula has twice a ring's bytes."""
     profile = to_profile(read_graph(VGG16))
     measurement = profile.at(1)
     twice = replace(
@@ -290,8 +290,8 @@ def test_pipedreams_own_plan_of_vgg16_is_among_those_that_are_tried() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [3, 12])
-def test_vgg16_is_planned_as_pipedream_planned_it(batch_size: int) -> None:
-    """By our simulation, in which a message takes time but does not keep others waiting."""
+def test_the_plan_for_vgg16_is_that_of_pipedream(batch_size: int) -> None:
+    """The simulation counts the time of messages, but no queues of them."""
     profile = to_profile(read_graph(VGG16))
     options: dict[str, Any] = {"num_ranks": 4, "optimizer": "sgd", "schedules": ["pipedream"]}
     plan = sl.plan(profile, cluster_of(4, levels=VGG16_WIRE), batch_size=batch_size, **options)
@@ -300,7 +300,7 @@ def test_vgg16_is_planned_as_pipedream_planned_it(batch_size: int) -> None:
 
 
 def random_stream(rng: random.Random) -> tuple[tuple[int, ...], sl.Costs, list[float]]:
-    """Replicas, costs of stages, and what each of them works for a micro-batch."""
+    """Return replicas, the costs of stages, and the work of each stage per micro-batch."""
     found = [each for each in compositions(rng.choice([2, 3, 4])) if len(each) > 1]
     replicas = rng.choice(found)
     forward = [count * rng.uniform(0.8, 1.2) for count in replicas]
@@ -312,8 +312,8 @@ def random_stream(rng: random.Random) -> tuple[tuple[int, ...], sl.Costs, list[f
     return replicas, costs, work
 
 
-def test_no_stream_is_faster_than_its_bounds() -> None:
-    """That of the circles of waits; and that of a shorter one, by which the search leaves out."""
+def test_no_asynchronous_schedule_is_faster_than_its_bounds() -> None:
+    """The bounds are that of cycles of waits, and that of a shorter run, which the search uses."""
     rng = random.Random(7)
     for _ in range(12):
         replicas, costs, took = random_stream(rng)
@@ -331,7 +331,7 @@ def test_no_stream_is_faster_than_its_bounds() -> None:
         assert periods[4 * turn] >= SHORT_RUN_MARGIN * (periods[2 * turn] + 2 * turn * pace)
 
 
-def test_a_long_stream_gives_the_same_pace_as_a_short_one() -> None:
+def test_the_period_does_not_depend_on_the_number_of_mini_batches() -> None:
     rng = random.Random(3)
     for _ in range(6):
         replicas, costs, _ = random_stream(rng)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,6 @@ from stageline.planning.profiling.estimate import estimate
 from stageline.planning.profiling.measure_rates import measure_rates
 from stageline.planning.profiling.profile import profile
 from stageline.zoo.cases import CASES, make_case
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +41,7 @@ def test_estimated_bytes_equal_measured_bytes(name: str) -> None:
 
 
 def test_an_estimate_needs_no_memory_for_the_model() -> None:
-    """A hundred billion parameters."""
+    """The model has a hundred billion parameters."""
     side = 2**18
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(side, side, bias=False), nn.Linear(side, 4, bias=False))
@@ -94,7 +85,7 @@ def test_measured_rates_of_this_machine() -> None:
 
 
 def test_estimated_temporary_bytes_equal_measured_ones() -> None:
-    """A gradient of the weight that is added to the one there, and those of output and input."""
+    """They are new gradients of the weight, of the output and of the input."""
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 16))
     measured = profile(model, torch.ones(4, 8), repeats=1, progress=False).at(4)
     estimated = estimate(model, torch.ones(4, 8), flops=1e9, bandwidth=1e9).at(4)

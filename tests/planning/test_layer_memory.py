@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,16 +36,8 @@ from stageline.runtime.placement.checks import edges_of
 from stageline.zoo.cases import CASES, make_case
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_the_input_of_a_linear_is_attributed_to_the_layer_that_wrote_it() -> None:
-    """The first one's input is the loader's, the last one's output nobody needs."""
+    """The first input is from the data loader, and no layer needs the last output."""
     found = profile_one_size([linear(), linear()])
     assert memory_of_layers(found) == [(TENSOR, TENSOR, TENSOR), (0, 0, TENSOR)]
 
@@ -84,7 +75,7 @@ def test_a_view_is_not_counted_in_addition_to_its_storage() -> None:
 
 
 class Product(nn.Module):
-    """Saves both of what it reads."""
+    """Multiplies its two inputs, and saves both."""
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return x * skip
@@ -128,7 +119,7 @@ def test_parameters_and_buffers_of_a_layer() -> None:
 
 
 def test_the_loss_is_part_of_the_last_layer() -> None:
-    """Cross entropy keeps a probability for each class, and the sum of its weights."""
+    """Cross entropy saves a probability for each class, and the sum of its weights."""
     target = torch.randint(WIDTH, (SAMPLES,))
     with_loss = profile_one_size([linear()], loss_fn=cross_entropy, target=target)
     assert [layer.activation for layer in with_loss.layers] == [TENSOR + 4]
@@ -136,7 +127,7 @@ def test_the_loss_is_part_of_the_last_layer() -> None:
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """All storages that operators made, as long as anybody holds them."""
+    """Records the storages that operators create, as long as they are alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -194,7 +185,7 @@ def test_a_stage_of_all_layers_holds_exactly_their_sum(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_stage_holds_what_it_sends_even_if_no_layer_saves_it(name: str) -> None:
-    """Wherever the cut is: in the ResNet between BatchNorm and a ReLU that works in place."""
+    """Every cut is tried, such as that of the ResNet between BatchNorm and an in-place ReLU."""
     case = make_case(name)
     inputs, _ = case.batches[0]
     found = profile_one_size(case.layers, inputs)
@@ -205,7 +196,7 @@ def test_a_stage_holds_what_it_sends_even_if_no_layer_saves_it(name: str) -> Non
 
 
 def held_by_first(layers: LayerSequence, end: int, inputs: Any) -> int:
-    """By a stage of the first layers, between its forward and its backward."""
+    """Return the bytes that a stage of the first layers holds between forward and backward."""
     _, (sent, _) = edges_of(layers, (range(end), range(end, len(layers))))
     stage = Stage(layers, range(end), sent, TiedWeights.of(layers), "minibatch")
     brought = resize_batch(named_inputs(layers, inputs), SAMPLES)

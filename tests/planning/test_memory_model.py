@@ -200,7 +200,7 @@ def stepped(name: str, **options: Any) -> Pipeline:
 
 
 def watched(name: str, pipe: Pipeline) -> Watch:
-    """During another step."""
+    """Measure another step."""
     _, _, inputs, target = make(name)
     modules = pipe.layers.modules
     gradients = [weight.grad for weight in modules.parameters() if weight.grad is not None]
@@ -242,7 +242,7 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     ],
 )
 @pytest.mark.parametrize("name", SLOW_ONE_LAST)
-def test_activations_are_those_of_the_model(
+def test_predicted_activations_equal_those_of_a_running_pipeline(
     name: str, schedule: str, num_ranks: int, recompute: str
 ) -> None:
     """But for losses, 4 bytes for each micro-batch on the last rank, and the recomputed one's."""
@@ -257,7 +257,9 @@ def test_activations_are_those_of_the_model(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", SLOW_ONE_LAST)
-def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> None:
+def test_predicted_static_memory_equals_that_of_a_running_pipeline(
+    name: str, num_ranks: int
+) -> None:
     """A weight that layers on several ranks use is on each of them, with a gradient by layer."""
     pipe = stepped(name, num_ranks=num_ranks)
     costs = costs_of(name, pipe, recompute=False)

@@ -1,4 +1,4 @@
-"""Cuts into stages: as good as the best of all cuts, which small cases can try one by one."""
+"""Cuts for one stage per rank, compared with all cuts of small cases."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def worth(runs: Sequence[Run], chain: dict[str, Any]) -> tuple[float, float]:
 
 @st.composite
 def limits(draw: st.DrawFn) -> Callable[[int, int, int], bool]:
-    """Memory of layers and of stages: parts of what fits, fit."""
+    """The memory of layers and of stages; part of what fits also fits."""
     sizes = draw(st.lists(numbers, min_size=9, max_size=9))
     memory = draw(st.lists(st.integers(8, 40), min_size=9, max_size=9))
     return lambda start, stop, stage: sum(sizes[start:stop]) <= memory[stage]
@@ -78,7 +78,7 @@ def limits(draw: st.DrawFn) -> Callable[[int, int, int], bool]:
 
 @many
 @given(chains())
-def test_a_split_is_the_best_of_all_and_then_the_most_even(chain: dict[str, Any]) -> None:
+def test_a_split_has_the_least_bottleneck_and_is_the_most_even(chain: dict[str, Any]) -> None:
     balance = split_layers(**chain)
     cuts = all_cuts(len(chain["costs"]), chain["num_stages"])
     assert worth(runs_of(balance), chain) == min(worth(runs, chain) for runs in cuts)
@@ -86,7 +86,7 @@ def test_a_split_is_the_best_of_all_and_then_the_most_even(chain: dict[str, Any]
 
 @many
 @given(chains(), limits())
-def test_a_split_is_the_best_of_those_that_fit(chain: dict[str, Any], fits: Any) -> None:
+def test_a_split_is_the_best_one_that_fits(chain: dict[str, Any], fits: Any) -> None:
     fitting = [
         runs
         for runs in all_cuts(len(chain["costs"]), chain["num_stages"])
@@ -103,7 +103,7 @@ def test_a_split_is_the_best_of_those_that_fit(chain: dict[str, Any], fits: Any)
 
 @many
 @given(chains(), limits())
-def test_without_time_to_make_stages_even_the_bottleneck_is_still_the_least(
+def test_the_bottleneck_is_the_least_if_the_most_even_split_takes_too_long(
     chain: dict[str, Any], fits: Any
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ def test_without_time_to_make_stages_even_the_bottleneck_is_still_the_least(
 
 @many
 @given(st.lists(st.floats(0, 1e6), min_size=3, max_size=8), st.integers(1, 3))
-def test_a_split_of_any_numbers_is_the_best_up_to_rounding(
+def test_a_split_of_any_floats_is_optimal_up_to_rounding(
     costs: list[float], num_stages: int
 ) -> None:
     chain = {"costs": costs, "transfers": None, "speeds": None}
@@ -130,16 +130,16 @@ def test_a_split_of_any_numbers_is_the_best_up_to_rounding(
     assert worth(runs_of(split_layers(costs, num_stages)), chain)[0] <= best * (1 + 1e-11)
 
 
-def test_a_cheap_cut_is_worth_a_less_even_split() -> None:
+def test_a_cheap_transfer_outweighs_an_even_split() -> None:
     assert split_layers([1, 1, 1, 1], 2) == (2, 2)
     assert split_layers([1, 1, 1, 1], 2, transfers=[0, 5, 5]) == (1, 3)
 
 
-def test_a_fast_device_takes_more_layers() -> None:
+def test_a_fast_device_gets_more_layers() -> None:
     assert split_layers([1] * 8, 2, speeds=[3, 1]) == (6, 2)
 
 
-def test_a_stage_with_little_memory_takes_fewer_layers() -> None:
+def test_a_stage_with_little_memory_gets_fewer_layers() -> None:
     limit = [2, 9, 9]
     assert split_layers([1] * 9, 3, fits=lambda i, j, stage: j - i <= limit[stage]) == (
         2,
@@ -191,7 +191,7 @@ def test_a_stage_with_little_memory_takes_fewer_layers() -> None:
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_a_split_are_refused(given: dict[str, Any], message: str) -> None:
     with refused(message):
         split_layers(**given)
 
@@ -221,7 +221,9 @@ def test_by_size_a_parameter_counts_four_times() -> None:
 
 @many
 @given(st.lists(numbers, min_size=1, max_size=9), st.data())
-def test_balance_by_variance_has_the_least_of_all(times: list[int], data: st.DataObject) -> None:
+def test_balance_by_variance_has_the_least_variance_of_all_cuts(
+    times: list[int], data: st.DataObject
+) -> None:
     num_stages = data.draw(st.integers(1, len(times)))
     chain = {"costs": times, "transfers": None, "speeds": None}
     balance = balance_by_rule("variance", measured(times), num_stages)
@@ -234,6 +236,6 @@ def test_the_least_variance_may_have_a_larger_bottleneck() -> None:
     assert balance_by_rule("variance", measured([1, 5, 2, 3]), 3) == (2, 1, 1)  # 6 | 2 | 3
 
 
-def test_a_rule_that_there_is_none_of_is_refused() -> None:
+def test_an_unknown_rule_is_refused() -> None:
     with refused("the rule is 'weight', but has to be one of time, size, variance"):
         balance_by_rule("weight", measured([1]), 1)

@@ -52,7 +52,7 @@ def test_vgg16_is_cut_as_pipedream_cuts_it(
     assert plan.bottleneck == pytest.approx(bottleneck, abs=1e-9)
 
 
-def test_without_replicas_vgg16_has_nothing_to_gain_from_a_third_worker() -> None:
+def test_without_replicas_a_third_worker_does_not_speed_up_vgg16() -> None:
     """Up to layer 10 a cut sends 205,520,896 bytes or more, there and back in 0.41 s; every cheaper
     one comes later, and leaves the first worker with more than that to compute.
     """
@@ -76,7 +76,7 @@ def test_a_fast_network_spreads_layers_over_all_workers() -> None:
     assert shared.bottleneck == pytest.approx(ONE_WORKER / 4, rel=1e-5)
 
 
-def test_a_branch_is_taken_whole_whatever_the_order_of_its_lines() -> None:
+def test_a_branch_stays_in_one_stage_in_any_order_of_its_lines() -> None:
     """Two branches of three layers, of which only the last has a small output."""
     names = ["a", "b1", "c1", "b2", "c2", "b3", "c3", "d"]
     time = dict.fromkeys(names, 10.0) | {"a": 0.0, "d": 0.0}
@@ -144,7 +144,7 @@ def graphs(draw: st.DrawFn) -> PipedreamGraph:
 
 
 def check_plan(graph: PipedreamGraph, plan: PipedreamPlan, bandwidth: float) -> None:
-    """It is what it says: its stages are in an order that can run, and cost that much."""
+    """Check that the stages of a plan are in a valid order, and have its bottleneck."""
     seen: set[str] = set()
     for layer in plan.order:
         assert set(next(node for node in graph.layers if node.name == layer).reads) <= seen
@@ -160,7 +160,7 @@ def check_plan(graph: PipedreamGraph, plan: PipedreamPlan, bandwidth: float) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(1, 3), st.booleans(), st.sampled_from([300.0, 1000.0, 1e5]))
-def test_a_plan_is_the_best_of_all(
+def test_a_plan_is_the_best_of_all_plans(
     graph: PipedreamGraph, workers: int, replicate: bool, bandwidth: float
 ) -> None:
     plan = pipedream_partition(graph, workers, bandwidth, replicate=replicate)
@@ -201,11 +201,11 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
         ),
     ],
 )
-def test_an_impossible_plan_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_workers_and_bandwidths_are_refused(given: dict[str, Any], message: str) -> None:
     with refused(message):
         pipedream_partition(parse_graph(node("a")), **given)
 
 
-def test_a_graph_of_inputs_only_is_refused() -> None:
+def test_a_graph_without_layers_is_refused() -> None:
     with refused("the graph has only inputs, but a plan needs at least one layer: add its line"):
         pipedream_partition(parse_graph(node("a", "Input")), 1)

@@ -53,7 +53,7 @@ BRANCHES = "\n".join(
 )
 
 
-def test_a_graph_is_read_in_the_order_in_which_it_can_run() -> None:
+def test_a_graph_is_read_in_topological_order() -> None:
     graph = parse_graph(BRANCHES)
     assert [layer.name for layer in graph.layers] == ["node2", "node3", "node4", "node10", "node5"]
     assert [layer.reads for layer in graph.layers[3:]] == [("node2",), ("node4", "node10")]
@@ -61,7 +61,7 @@ def test_a_graph_is_read_in_the_order_in_which_it_can_run() -> None:
     assert (graph.layers[2].forward, graph.layers[2].backward) == (0.001, 0.005)
 
 
-def test_inputs_are_no_layers() -> None:
+def test_inputs_are_not_layers() -> None:
     graph = parse_graph(BRANCHES)
     assert [given.name for given in graph.inputs] == ["node1"]
     assert graph.readers() == {
@@ -74,7 +74,7 @@ def test_inputs_are_no_layers() -> None:
     }
 
 
-def test_vgg16_is_read_whole() -> None:
+def test_all_layers_of_vgg16_are_read() -> None:
     graph = read_graph(VGG16)
     assert [layer.name for layer in graph.layers] == [f"node{i}" for i in range(2, 42)]
     assert sum(layer.forward + layer.backward for layer in graph.layers) == pytest.approx(
@@ -134,7 +134,7 @@ def test_vgg16_is_read_whole() -> None:
         ),
     ],
 )
-def test_a_faulty_graph_is_refused_with_its_line(text: str, message: str) -> None:
+def test_an_invalid_graph_is_refused_with_its_line(text: str, message: str) -> None:
     with refused(message):
         parse_graph(text)
 
@@ -148,7 +148,7 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
         read_graph(tmp_path / "nowhere.txt")
 
 
-def test_a_graph_as_a_profile() -> None:
+def test_a_graph_is_converted_to_a_profile() -> None:
     profile = to_profile(parse_graph(BRANCHES))
     measurement = profile.at(1)
     assert profile.names == ("node2", "node3", "node4", "node10", "node5")

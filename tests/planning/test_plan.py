@@ -37,13 +37,13 @@ MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")
 
 
-def test_one_device_takes_all_and_needs_no_pipeline() -> None:
+def test_one_device_gets_all_layers() -> None:
     plan = sl.plan(profile_of([1, 2, 3]), cluster_of(1), batch_size=4)
     assert plan.balance == (3,)
     assert plan.chosen.seconds == pytest.approx(4 * 3 * 6)
 
 
-def test_replicas_win_while_the_model_fits_and_a_pipeline_when_it_does_not() -> None:
+def test_replicas_are_chosen_if_the_model_fits_and_a_pipeline_if_not() -> None:
     profile = profile_of([1.0] * 8, parameters=MIB)
     roomy = sl.plan(profile, cluster_of(4, "64MiB"), batch_size=16)
     assert (roomy.chosen.num_ranks, roomy.chosen.replicas) == (1, 4)
@@ -52,7 +52,7 @@ def test_replicas_win_while_the_model_fits_and_a_pipeline_when_it_does_not() -> 
     assert max(tight.peak_memory) <= 12 * MIB
 
 
-def test_forwards_are_run_again_only_where_memory_is_short() -> None:
+def test_only_stages_that_lack_memory_are_recomputed() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     slow = (Level("wire", 4, bandwidth=MIB / 10),)  # so that no replicas are summed over it
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
@@ -63,7 +63,7 @@ def test_forwards_are_run_again_only_where_memory_is_short() -> None:
     assert roomy.chosen.seconds < plan.chosen.seconds
 
 
-def test_activations_wait_on_the_host_if_they_get_there_in_time() -> None:
+def test_activations_are_offloaded_if_the_host_is_fast_enough() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
     for bandwidth, is_offloaded in ((2 * MIB, True), (MIB / 4, False)):
@@ -74,7 +74,7 @@ def test_activations_wait_on_the_host_if_they_get_there_in_time() -> None:
         assert max(plan.peak_memory) <= 5.1 * MIB
 
 
-def test_a_pipeline_moves_activations_if_its_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_offloads_activations_if_its_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     cluster = cluster_of(4, "5.1MiB", host_bandwidth=2 * MIB)
     options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"], "num_ranks": 4}
@@ -95,8 +95,8 @@ def test_a_slow_device_gets_fewer_layers() -> None:
     assert plan.balance == (6, 3)
 
 
-def test_no_schedule_that_was_not_chosen_is_faster() -> None:
-    """All of them, one by one, against the choice among all."""
+def test_no_other_schedule_is_faster_than_the_chosen_one() -> None:
+    """Each schedule is planned on its own, and compared with the choice among all."""
     profile = profile_of([1.0, 1.5, 1.0, 2.0, 1.0, 1.0, 0.5, 1.0], activation=MIB, parameters=MIB)
     cluster = cluster_of(4, "28MiB")
     chosen = sl.plan(profile, cluster, batch_size=12)
@@ -108,7 +108,7 @@ def test_no_schedule_that_was_not_chosen_is_faster() -> None:
         assert alone.chosen.seconds >= chosen.chosen.seconds
 
 
-def test_the_expectation_is_what_the_simulator_says_of_the_saved_plan(tmp_path: Path) -> None:
+def test_a_saved_plan_simulates_to_its_predicted_time(tmp_path: Path) -> None:
     profile = profile_of([1.0] * 6, activation=MIB, parameters=MIB, message=10.0)
     cluster = cluster_of(2, "1GiB", levels=(Level("wire", 2, 1e3, 1e-3),))
     plan = sl.plan(profile, cluster, batch_size=8, schedules=["zb_h1"])
@@ -136,7 +136,7 @@ def test_a_pipeline_follows_its_plan() -> None:
     pipe.verify(x, y)
 
 
-def test_what_explains_a_difference_is_told_part_by_part() -> None:
+def test_explain_divides_the_difference_into_parts() -> None:
     profile = profile_of([0.010] * 4, activation=MIB, parameters=MIB)
     cluster = cluster_of(2, "13MiB")
     plan = sl.plan(profile, cluster, batch_size=8, schedules=["1f1b"])
@@ -153,7 +153,7 @@ def test_what_explains_a_difference_is_told_part_by_part() -> None:
         explain(plan, [sl.simulate(other)])
 
 
-def test_what_the_plan_expects_is_drawn_over_the_step_of_median_time(tmp_path: Path) -> None:
+def test_the_predicted_timeline_is_drawn_over_the_median_step(tmp_path: Path) -> None:
     plan = sl.plan(profile_of([0.010] * 4), cluster_of(2), batch_size=8, num_ranks=2)
     steps = [sl.simulate(plan.schedule, sl.Costs(forward=time)) for time in (30.0, 20.0, 90.0)]
     found = explain(plan, steps)
@@ -165,14 +165,14 @@ def test_what_the_plan_expects_is_drawn_over_the_step_of_median_time(tmp_path: P
     assert str(found.overlay).endswith(str(found))
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_a_plan_for_another_model_is_refused() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(sl.PlanError, match="layer 0 is '0' here and 'layer0' there"):
         sl.Pipeline(model, nn.functional.mse_loss, plan=plan)
 
 
-def test_what_a_plan_says_is_not_to_be_said_again() -> None:
+def test_arguments_that_contradict_the_plan_are_refused() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(2)]
     with pytest.raises(sl.PlanError, match="num_ranks is 2, but the plan says 1"):
@@ -186,13 +186,13 @@ def test_what_a_plan_says_is_not_to_be_said_again() -> None:
         (cluster_of(2, "17MiB"), "the closest is .* needs .*MiB .*: use devices with that much"),
     ],
 )
-def test_when_nothing_fits_it_says_what_comes_nearest(cluster: Cluster, message: str) -> None:
+def test_if_nothing_fits_the_error_names_the_closest_option(cluster: Cluster, message: str) -> None:
     profile = profile_of([1.0] * 8, parameters=MIB, activation=4 * MIB, message=2 * MIB)
     with pytest.raises(sl.PlanError, match=message):
         sl.plan(profile, cluster, batch_size=8)
 
 
-def test_it_says_where_running_forwards_again_would_make_it_fit() -> None:
+def test_if_nothing_fits_the_error_names_the_stages_to_recompute() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
     cluster = cluster_of(4, "5.1MiB")
@@ -200,7 +200,7 @@ def test_it_says_where_running_forwards_again_would_make_it_fit() -> None:
         sl.plan(profile, cluster, num_ranks=4, recompute=False, **options)
 
 
-def test_a_large_embedding_shares_its_rank_with_fewer_layers_if_memory_is_short() -> None:
+def test_the_rank_of_a_large_embedding_gets_fewer_layers_if_memory_is_short() -> None:
     layers = [LayerCost(0.1, 0.0, 0.1, 1, 0, 40, 0), *[LayerCost(1, 1, 1, 1, 0, 10, 0)] * 7]
     values = tuple(ValueCost(n, (n + 1,), 1.0) for n in range(7))
     profile = Profile(tuple("abcdefgh"), (Measurement(1, tuple(layers), values),))
@@ -214,7 +214,7 @@ def test_a_large_embedding_shares_its_rank_with_fewer_layers_if_memory_is_short(
     assert max(v.peak_memory) <= 150
 
 
-def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
+def test_the_cheaper_of_messages_and_reductions_crosses_the_slow_link() -> None:
     """A slow link between two machines carries either messages or sums of gradients."""
     levels = (Level("machine", 2, bandwidth=1e9), Level("site", 2, bandwidth=1e3))
     options: dict[str, Any] = {"batch_size": 8, "num_ranks": 2, "schedules": ["1f1b"]}
@@ -226,8 +226,8 @@ def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULT_SCHEDULES)
-def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None:
-    """And what it holds: the search leaves out ways by that."""
+def test_a_short_run_bounds_the_time_of_a_long_one(name: str) -> None:
+    """It bounds the memory too: the search excludes candidates by both."""
     rng = random.Random(name)
     for num_ranks in (2, 4):
         short = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
@@ -279,7 +279,7 @@ def test_few_ranks_bound_the_time_and_memory_of_many(name: str) -> None:
         ({"peak_memory": [-1.0]}, "has an invalid peak_memory.0"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused(
+def test_an_invalid_plan_file_is_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "plan.json"
@@ -289,7 +289,7 @@ def test_a_file_that_is_no_plan_is_refused(
         sl.Plan.load(path)
 
 
-def test_a_plan_or_option_that_cannot_be_is_refused_in_python_too() -> None:
+def test_invalid_plans_and_options_are_refused_in_python_too() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     with pytest.raises(sl.PlanError, match=r"^Plan has an invalid balance.0: input should be"):
         replace(plan, balance=(0, 2))

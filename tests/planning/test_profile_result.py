@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,6 @@ from stageline.planning.profiling.repeat_layers import repeat_layers
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import NORMAL, Cell, FeatureMap
 from stageline.zoo.transformer import transformer
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def example() -> Profile:
@@ -123,7 +115,7 @@ def test_costs_of_a_single_size_are_proportional_to_the_samples() -> None:
 
 
 def edited(**changes: Any) -> Any:
-    """The example as a file holds it, with a change to its first layer's costs."""
+    """Return the example as in a file, with changed costs of its first layer."""
     layer: dict[str, Any] = {
         "forward": 1, "input_grad": 1, "weight_grad": 1, "activation": 1, "retained": 1,
         "parameters": 1, "buffers": 1,
@@ -184,7 +176,7 @@ def test_temporary_memory_reuses_what_later_layers_have_freed() -> None:
 
 
 def cells(count: int) -> LayerSequence:
-    """AmoebaNet's, that read from the two before them."""
+    """Return cells of AmoebaNet, which read from the two before them."""
     names = ["x", *(f"cell.{number}" for number in range(count))]
     maps = [FeatureMap(name, 8 if name == "x" else 32, num_halvings=0) for name in names]
     layers = []
@@ -208,7 +200,7 @@ def of_transformer(num_layers: int) -> Profile:
     )
 
 
-def test_a_transformer_of_five_layers_from_one_of_one() -> None:
+def test_a_transformer_of_five_layers_from_the_profile_of_one() -> None:
     deep = repeat_layers(of_transformer(1), (1, 5, 1))
     assert deep.measurements == of_transformer(5).measurements
 
@@ -229,6 +221,6 @@ def test_a_layer_with_a_tied_weight_cannot_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 0, 1)])
-def test_every_layer_needs_a_number(counts: tuple[int, ...]) -> None:
+def test_every_layer_needs_a_count(counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="needs a number from 1 up for each of 3 layers"):
         repeat_layers(of_transformer(1), counts)

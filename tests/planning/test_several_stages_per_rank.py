@@ -1,4 +1,4 @@
-"""Cuts for ranks with several stages: the best of all, or no worse than their bound says."""
+"""Cuts for several stages per rank: optimal, or within their bound."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def largest_load(runs: Sequence[LayerRun], problem: dict[str, Any]) -> float:
 
 
 class Memory:
-    """Sizes of layers and what each rank holds."""
+    """The sizes of layers and the memory of each rank."""
 
     def __init__(self, sizes: Sequence[int], limits: Sequence[int]) -> None:
         self.sizes, self.limits = sizes, limits
@@ -93,7 +93,9 @@ def without_trying_all(problem: dict[str, Any], **more: Any) -> SplitWithBound:
 
 @many
 @given(problems(), memories)
-def test_of_few_cuts_it_is_the_best_that_fits(problem: dict[str, Any], memory: Memory) -> None:
+def test_if_there_are_few_cuts_the_best_that_fits_is_found(
+    problem: dict[str, Any], memory: Memory
+) -> None:
     placement = problem["placement"]
     fitting = [
         runs
@@ -113,7 +115,7 @@ def test_of_few_cuts_it_is_the_best_that_fits(problem: dict[str, Any], memory: M
 
 @many
 @given(problems())
-def test_with_two_stages_a_rank_it_is_the_best_of_all(problem: dict[str, Any]) -> None:
+def test_with_two_stages_per_rank_the_best_is_found(problem: dict[str, Any]) -> None:
     found = without_trying_all(problem)
     cuts = all_cuts(len(problem["costs"]), len(problem["placement"]))
     best = min(largest_load(runs, problem) for runs in cuts)
@@ -126,7 +128,7 @@ def test_with_two_stages_a_rank_it_is_the_best_of_all(problem: dict[str, Any]) -
 
 @many
 @given(problems(), memories)
-def test_step_by_step_it_keeps_to_the_limits_and_above_the_bound(
+def test_an_improved_cut_fits_and_respects_its_lower_bound(
     problem: dict[str, Any], memory: Memory
 ) -> None:
     placement = problem["placement"]
@@ -156,7 +158,7 @@ def test_a_transformer_is_cut_within_a_tenth_of_the_bound(placement: Placement) 
     assert found.largest <= 1.1 * found.lower_bound
 
 
-def test_a_wave_lets_the_rank_of_the_head_hold_less_of_the_beginning() -> None:
+def test_in_a_wave_the_rank_of_the_head_gets_fewer_first_layers() -> None:
     found = split_into_chunks([1, 1, 1, 1, 1, 1, 1, 1, 3], wave(2))
     assert found.largest == 6
     assert found.is_optimal

@@ -29,7 +29,7 @@ class ScheduleShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A configuration for training; its costs follow from the rest."""
 
     layout: TrainingLayout

@@ -9,7 +9,7 @@ from stageline.costs import Costs
 from stageline.planning.partition.partition import partition_layers
 from stageline.planning.partition.rank_devices import RankDevices
 from stageline.planning.partition.stage_costs import StageCut, reduction_seconds, stage_costs
-from stageline.planning.search.candidate import Candidate, ScheduleShape
+from stageline.planning.search.candidate import PlanCandidate, ScheduleShape
 from stageline.planning.search.training_layouts import DeviceGrid, PlanRequest, TrainingLayout
 from stageline.schedules.placement import Placement
 
@@ -26,15 +26,15 @@ class CandidateBuilder:
 
     def build(
         self, layout: TrainingLayout, schedule_name: str, shape: ScheduleShape, cut: StageCut
-    ) -> Candidate:
+    ) -> PlanCandidate:
         """Return a candidate with the costs of its stages."""
         costs = self._cached_costs(layout, cut, shape.in_halves)
         reductions = reduction_seconds(costs, cut.placement, self.devices(layout.grid))
         if shape.is_asynchronous:  # every step waits for them, not only the last
             costs = replace(costs, reduce=reductions)
-        return Candidate(layout, schedule_name, shape, cut, costs, reductions)
+        return PlanCandidate(layout, schedule_name, shape, cut, costs, reductions)
 
-    def with_cut(self, candidate: Candidate, cut: StageCut) -> Candidate:
+    def with_cut(self, candidate: PlanCandidate, cut: StageCut) -> PlanCandidate:
         """Return the same candidate with another cut."""
         return self.build(candidate.layout, candidate.schedule_name, candidate.shape, cut)
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from stageline.planning.partition.stage_costs import StageCut
 from stageline.planning.partition.stage_replicas import replicated_cuts, round_up_microbatches
-from stageline.planning.search.candidate import Candidate, ScheduleShape
+from stageline.planning.search.candidate import PlanCandidate, ScheduleShape
 from stageline.planning.search.candidate_builder import CandidateBuilder
 from stageline.planning.search.candidate_schedules import schedule_shape, schedules_with_chunks
 from stageline.planning.search.training_layouts import (
@@ -23,7 +23,7 @@ from stageline.schedules.placement import Replicas, side_by_side
 
 def enumerate_candidates(
     builder: CandidateBuilder, schedules: Sequence[str]
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     """Yield all candidates with these schedules, cut for speed; nothing is recomputed yet."""
     synchronous = [name for name in schedules if family_of(name).is_synchronous]
     asynchronous = [name for name in schedules if not family_of(name).is_synchronous]
@@ -35,7 +35,7 @@ def enumerate_candidates(
 
 def _synchronous_candidates(
     builder: CandidateBuilder, schedules: Sequence[str]
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     shape_of = cache(schedule_shape)
     for layout in training_layouts(builder.request):
         for name, chunks in schedules_with_chunks(schedules, layout.num_ranks):

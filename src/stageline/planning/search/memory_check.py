@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stageline.planning.partition.rank_devices import RankDevices
-from stageline.planning.search.candidate import Candidate
+from stageline.planning.search.candidate import PlanCandidate
 from stageline.report.measures.memory import peak_memory
 from stageline.schedules.schedule import Schedule
 
 
-def peak_bytes(candidate: Candidate, schedule: Schedule) -> tuple[float, ...]:
+def peak_bytes(candidate: PlanCandidate, schedule: Schedule) -> tuple[float, ...]:
     """Return the peak memory of each rank."""
     return peak_memory(schedule.actions, schedule.placement, candidate.costs, schedule.replicas)
 
 
 def excess_bytes(
-    candidate: Candidate, schedule: Schedule, devices: RankDevices
+    candidate: PlanCandidate, schedule: Schedule, devices: RankDevices
 ) -> tuple[float, ...]:
     """Return for each rank the peak memory minus the memory of its device; at most 0 if it fits."""
     return _subtract_memory(peak_bytes(candidate, schedule), devices)
 
 
 def excess_bytes_from_fewer_ranks(
-    candidate: Candidate, schedule: Schedule, devices: RankDevices
+    candidate: PlanCandidate, schedule: Schedule, devices: RankDevices
 ) -> tuple[float, ...]:
     """Estimate the same by a schedule of fewer ranks: what a rank holds grows with their number."""
     scale = candidate.layout.num_ranks / schedule.num_ranks

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from stageline.costs import Costs
-from stageline.planning.search.candidate import TIMES, Candidate
+from stageline.planning.search.candidate import TIMES, PlanCandidate
 from stageline.planning.search.candidate_schedules import try_build_sized
 from stageline.planning.stream_period import min_time_per_microbatch, period_of
 from stageline.report.timeline import Timeline
@@ -33,7 +33,7 @@ class StepTimePredictor:
         self.schedule = cache(try_build_sized)
         self._cached_period = cache(self._period)
 
-    def predict(self, candidate: Candidate, schedule: Schedule) -> StepPrediction:
+    def predict(self, candidate: PlanCandidate, schedule: Schedule) -> StepPrediction:
         """Predict the time of a step with the whole schedule of a candidate."""
         if not candidate.shape.is_asynchronous:
             timeline = simulate(schedule, candidate.costs)
@@ -48,7 +48,7 @@ class StepTimePredictor:
         bubble = 1 - work / (schedule.num_ranks * seconds)
         return StepPrediction(seconds, seconds, max(0.0, bubble))  # rounding may make it negative
 
-    def seconds_from_short_run(self, candidate: Candidate, short: Schedule) -> float:
+    def seconds_from_short_run(self, candidate: PlanCandidate, short: Schedule) -> float:
         """Extrapolate the time of a step from a schedule of fewer micro-batches."""
         if candidate.shape.is_asynchronous:
             return self._stream_seconds(candidate, short.num_microbatches)
@@ -56,7 +56,7 @@ class StepTimePredictor:
         seconds = step_seconds(candidate, simulate(short, candidate.costs))
         return seconds + missing * candidate.busiest_rank_seconds()
 
-    def _stream_seconds(self, candidate: Candidate, num_microbatches: int) -> float:
+    def _stream_seconds(self, candidate: PlanCandidate, num_microbatches: int) -> float:
         """Extrapolate the time per mini-batch from one with fewer micro-batches.
 
         Each missing micro-batch takes the time of the slowest cycle in which ranks wait.
@@ -78,7 +78,7 @@ class StepTimePredictor:
         return period_of(simulate(schedule, costs), num_microbatches)
 
 
-def step_seconds(candidate: Candidate, timeline: Timeline) -> float:
+def step_seconds(candidate: PlanCandidate, timeline: Timeline) -> float:
     """Return the time until all work is done and all gradients are reduced over replicas."""
     ends = [0.0] * timeline.num_stages
     for row in timeline.spans:
@@ -87,7 +87,7 @@ def step_seconds(candidate: Candidate, timeline: Timeline) -> float:
     return max(end + seconds for end, seconds in zip(ends, candidate.reductions, strict=True))
 
 
-def seconds_from_fewer_ranks(candidate: Candidate, schedule: Schedule) -> float:
+def seconds_from_fewer_ranks(candidate: PlanCandidate, schedule: Schedule) -> float:
     """Extrapolate the time of a step from a schedule of fewer ranks with as much work each.
 
     Waits grow with the number of ranks.

@@ -9,14 +9,14 @@ from stageline.errors import PlanError
 from stageline.planning.partition.memory_bound import MemoryBound
 from stageline.planning.partition.partition import partition_layers
 from stageline.planning.partition.stage_costs import StageCut
-from stageline.planning.search.candidate import Candidate
+from stageline.planning.search.candidate import PlanCandidate
 from stageline.planning.search.candidate_builder import CandidateBuilder
 from stageline.schedules.schedule import Schedule
 
 
 def reduce_memory(
-    builder: CandidateBuilder, candidate: Candidate, schedule: Schedule, excess: Sequence[float]
-) -> list[Candidate]:
+    builder: CandidateBuilder, candidate: PlanCandidate, schedule: Schedule, excess: Sequence[float]
+) -> list[PlanCandidate]:
     """Return candidates that need less memory, given by how much each rank exceeds its memory."""
     return recompute_or_offload(builder, candidate, excess) or _cut_for_memory(
         builder, candidate, schedule, excess
@@ -24,8 +24,8 @@ def reduce_memory(
 
 
 def recompute_or_offload(
-    builder: CandidateBuilder, candidate: Candidate, excess: Sequence[float]
-) -> list[Candidate]:
+    builder: CandidateBuilder, candidate: PlanCandidate, excess: Sequence[float]
+) -> list[PlanCandidate]:
     """Return candidates with the same stages, recomputed where ranks are too full, or offloaded."""
     cuts, old = [], candidate.cut
     if builder.request.cluster.host_bandwidth and old.keeps_activations:
@@ -41,8 +41,8 @@ def recompute_or_offload(
 
 
 def _cut_for_memory(
-    builder: CandidateBuilder, candidate: Candidate, schedule: Schedule, excess: Sequence[float]
-) -> list[Candidate]:
+    builder: CandidateBuilder, candidate: PlanCandidate, schedule: Schedule, excess: Sequence[float]
+) -> list[PlanCandidate]:
     """Return candidates with other stages that fit, with and without recomputation."""
     if candidate.cut.is_cut_for_memory:
         return []
@@ -54,7 +54,7 @@ def _cut_for_memory(
 
 
 def _fitting_cut(
-    builder: CandidateBuilder, candidate: Candidate, schedule: Schedule, *, recompute: bool
+    builder: CandidateBuilder, candidate: PlanCandidate, schedule: Schedule, *, recompute: bool
 ) -> StageCut | None:
     """Return the fastest cut that fits in memory, or None if none does."""
     placement, grid = candidate.shape.placement, candidate.layout.grid

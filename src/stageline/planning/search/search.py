@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from stageline.costs import Costs
-from stageline.planning.search.candidate import Candidate
+from stageline.planning.search.candidate import PlanCandidate
 from stageline.planning.search.candidate_builder import CandidateBuilder
 from stageline.planning.search.candidate_schedules import try_build_sized
 from stageline.planning.search.enumerate_candidates import enumerate_candidates
@@ -68,7 +68,7 @@ class BoundQueue(Generic[T]):
 class BoundedCandidate:
     """A candidate that has its closer bound, and fits as far as the short simulation shows."""
 
-    candidate: Candidate
+    candidate: PlanCandidate
 
 
 class PlanSearch:
@@ -83,11 +83,11 @@ class PlanSearch:
     ) -> None:
         self.builder, self.predictor = CandidateBuilder(request), StepTimePredictor()
         self.progress = progress
-        self.queue: BoundQueue[Candidate | BoundedCandidate | EvaluatedCandidate] = BoundQueue()
-        self.to_search: BoundQueue[Candidate] = BoundQueue()
+        self.queue: BoundQueue[PlanCandidate | BoundedCandidate | EvaluatedCandidate] = BoundQueue()
+        self.to_search: BoundQueue[PlanCandidate] = BoundQueue()
         self.num_tried = 0
         self.best_seconds = math.inf
-        self.closest: tuple[float, Candidate] | None = None  # to fitting, with its excess bytes
+        self.closest: tuple[float, PlanCandidate] | None = None  # to fitting, with its excess bytes
         candidates = enumerate_candidates(self.builder, schedules)
         for count, candidate in enumerate(candidates, start=1):
             progress(0, f"{count} candidates so far, cutting layers into stages")
@@ -106,7 +106,7 @@ class PlanSearch:
         actions_left, names = MAX_ALTERNATIVE_ACTIONS, set[str]()
         while actions_left > 0 and len(names) <= MAX_ALTERNATIVES and (entry := self.queue.next()):
             bound, item = entry
-            candidate = item if isinstance(item, Candidate) else item.candidate
+            candidate = item if isinstance(item, PlanCandidate) else item.candidate
             if candidate.schedule_name in names:
                 continue
             if isinstance(item, EvaluatedCandidate):
@@ -132,7 +132,7 @@ class PlanSearch:
             if schedule is not None and max(self._excess(candidate, schedule)) <= 0:
                 yield self._evaluate(candidate, schedule)
 
-    def _tighten_bound(self, candidate: Candidate, bound: float) -> None:
+    def _tighten_bound(self, candidate: PlanCandidate, bound: float) -> None:
         """Put a candidate back with the bound of a short simulation, or variants that fit."""
         self._report_progress()
         share = candidate.num_short_run_microbatches / candidate.layout.num_microbatches
@@ -149,7 +149,7 @@ class PlanSearch:
         closer = SHORT_RUN_MARGIN * self.predictor.seconds_from_short_run(candidate, short)
         self.queue.add(max(bound, closer), BoundedCandidate(candidate))
 
-    def _tighten_bound_by_fewer_ranks(self, candidate: Candidate, bound: float) -> None:
+    def _tighten_bound_by_fewer_ranks(self, candidate: PlanCandidate, bound: float) -> None:
         """Simulate fewer ranks instead: memory and waits grow with their number."""
         layout = candidate.layout
         few = max(1, min(2 * FEW_RANKS, layout.num_microbatches * FEW_RANKS // layout.num_ranks))
@@ -169,21 +169,21 @@ class PlanSearch:
             closer = (1 - FEW_RANKS_ERROR) * seconds_from_fewer_ranks(candidate, schedule)
             self.queue.add(max(bound, closer), BoundedCandidate(candidate))
 
-    def _simulate(self, candidate: Candidate) -> None:
+    def _simulate(self, candidate: PlanCandidate) -> None:
         schedule = _whole_schedule(candidate)
         if schedule is not None and self._fits(candidate, schedule, self.queue):
             self._add_result(candidate, schedule)
 
-    def _add_result(self, candidate: Candidate, schedule: Schedule) -> None:
+    def _add_result(self, candidate: PlanCandidate, schedule: Schedule) -> None:
         found = self._evaluate(candidate, schedule)
         self.queue.add(found.seconds, found)
 
-    def _evaluate(self, candidate: Candidate, schedule: Schedule) -> EvaluatedCandidate:
+    def _evaluate(self, candidate: PlanCandidate, schedule: Schedule) -> EvaluatedCandidate:
         prediction = self.predictor.predict(candidate, schedule)
         self.best_seconds = min(self.best_seconds, prediction.seconds)
         return EvaluatedCandidate(candidate, schedule, prediction)
 
-    def _fits(self, candidate: Candidate, schedule: Schedule, queue: BoundQueue[Any]) -> bool:
+    def _fits(self, candidate: PlanCandidate, schedule: Schedule, queue: BoundQueue[Any]) -> bool:
         """Return True if it fits; otherwise add variants that need less memory to the queue."""
         by_rank = self._excess(candidate, schedule)
         largest = max(by_rank)
@@ -195,10 +195,10 @@ class PlanSearch:
             queue.add(variant.lower_bound(), variant)
         return False
 
-    def _excess(self, candidate: Candidate, schedule: Schedule) -> tuple[float, ...]:
+    def _excess(self, candidate: PlanCandidate, schedule: Schedule) -> tuple[float, ...]:
         return excess_bytes(candidate, schedule, self.builder.devices(candidate.layout.grid))
 
-    def _short_schedule(self, candidate: Candidate, name: str) -> Schedule | None:
+    def _short_schedule(self, candidate: PlanCandidate, name: str) -> Schedule | None:
         return self.predictor.schedule(
             name,
             candidate.layout.num_ranks,
@@ -214,7 +214,7 @@ class PlanSearch:
         self.progress(self.num_tried, status)
 
 
-def _whole_schedule(candidate: Candidate, costs: Costs | None = None) -> Schedule | None:
+def _whole_schedule(candidate: PlanCandidate, costs: Costs | None = None) -> Schedule | None:
     """Build the schedule with all ranks and micro-batches; costs are for one that is searched."""
     layout = candidate.layout
     return try_build_sized(

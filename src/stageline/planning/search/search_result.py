@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from stageline.planning.plan_result import Plan, PlanOption, costs_by_stage
-from stageline.planning.search.candidate import Candidate
+from stageline.planning.search.candidate import PlanCandidate
 from stageline.planning.search.candidate_schedules import build_sized
 from stageline.planning.search.memory_check import peak_bytes
 from stageline.planning.search.predict_time import StepPrediction
@@ -20,7 +20,7 @@ from stageline.units import format_bytes
 class EvaluatedCandidate:
     """A candidate that fits in memory, with its schedule and predicted time."""
 
-    candidate: Candidate
+    candidate: PlanCandidate
     schedule: Schedule
     prediction: StepPrediction
 
@@ -52,7 +52,7 @@ class EvaluatedCandidate:
 
 
 def _option(
-    candidate: Candidate, schedule: Schedule, seconds: float, bubble: float, verdict: str = ""
+    candidate: PlanCandidate, schedule: Schedule, seconds: float, bubble: float, verdict: str = ""
 ) -> PlanOption:
     layout = candidate.layout
     return PlanOption(
@@ -99,7 +99,7 @@ def _reason(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
     return "its forwards and backwards take longer"
 
 
-def nothing_fits_message(request: PlanRequest, closest: Candidate | None, advice: str) -> str:
+def nothing_fits_message(request: PlanRequest, closest: PlanCandidate | None, advice: str) -> str:
     """Return an error message that names the closest candidate, and what would make it fit."""
     devices, memory = request.cluster.num_devices, request.cluster.device(0).memory_bytes
     if closest is None:
