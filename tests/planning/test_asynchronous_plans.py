@@ -223,13 +223,13 @@ def test_a_file_without_stage_replicas_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stage_replicas": [2, 1]}, r"stage_replicas is \[2, 1\], but 4 ranks .* with the sum 4"),
+        ({"stage_replicas": [2, 1]}, r"stage_replicas is \[2, 1\], but 4 ranks .* add up to 4"),
         ({"stage_replicas": [3, 0, 1]}, "has an invalid chosen.stage_replicas.1"),
-        ({"stage_replicas": [1, 3]}, r"says \[1, 3\], but its actions \[3, 1\]"),
-        ({"stage_replicas": []}, r"says \[\], but its actions \[3, 1\]"),
+        ({"stage_replicas": [1, 3]}, r"is \[1, 3\], but the plan's actions have \[3, 1\]"),
+        ({"stage_replicas": []}, r"is \[\], but the plan's actions have \[3, 1\]"),
         ({"num_microbatches": 4}, r"\[3, 1\], but 4 ranks and 4 micro-batches need numbers"),
         ({"schedule": "1f1b"}, r"\[3, 1\], but '1f1b' has one rank for each stage"),
-        ({"replicas": 2}, "beside 2 replicas of the pipeline"),
+        ({"replicas": 2}, "and replicas is 2"),
     ],
 )
 def test_a_file_with_invalid_stage_replicas_is_refused(

@@ -89,8 +89,14 @@ def test_a_file_without_spreads_is_read(tmp_path: Path) -> None:
         (lambda: Measurement(0, (), ()), "Measurement has an invalid samples"),
         (lambda: Measurement(1, ("fast",), ()), r"Measurement has an invalid layers\.0"),  # type: ignore[arg-type]  # meant
         (lambda: TiedParameter((0, 1), float("nan")), "TiedParameter has an invalid parameters"),
-        (lambda: Profile(("a",), ()), r"^measurements are of \[\] samples, but have to ascend$"),
-        (lambda: replace(example(), names=("a",)), "^1 layers have names, but 2 have costs"),
+        (
+            lambda: Profile(("a",), ()),
+            r"^measurements are of \[\] samples, but need at least one size",
+        ),
+        (
+            lambda: replace(example(), names=("a",)),
+            "^the profile names 1 layers, but has costs of 2",
+        ),
     ],
 )
 def test_invalid_values_are_refused_in_python_too(make: Callable[[], Any], message: str) -> None:
@@ -127,13 +133,13 @@ def edited(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (edited(forward=-1), r"forward: .* greater than or equal to 0 \(it is -1\)"),
+        (edited(forward=-1), r"forward: .* greater than or equal to 0 \(got -1\)"),
         (edited(forward=float("inf")), r"forward: .* finite"),
         (edited(forward="slow"), r"forward: input should be a number"),
         (edited(forward=None), "forward: field required"),
         (edited(backward=1), "backward: unexpected keyword argument"),
-        (edited() | {"names": ["a", "b"]}, "2 layers have names, but 1 have costs"),
-        (edited() | {"measurements": []}, "have to ascend"),
+        (edited() | {"names": ["a", "b"]}, "names 2 layers, but has costs of 1"),
+        (edited() | {"measurements": []}, "in ascending order"),
         ([], "has an invalid value"),
     ],
 )

@@ -143,7 +143,7 @@ class Profile:
         sizes = [measurement.samples for measurement in self.measurements]
         if not sizes or sizes != sorted(set(sizes)):
             raise PlanError(
-                f"measurements are of {sizes} samples, but have to be in ascending order"
+                f"measurements are of {sizes} samples, but need at least one size, in ascending order"
             )
         for measurement in self.measurements:
             self._check(measurement)
@@ -175,8 +175,8 @@ class Profile:
         check_most("the number of layers", count, MOST_LAYERS, error=PlanError)
         if len(measurement.layers) != count:
             raise PlanError(
-                f"the profile has {count} layer names, but costs of {len(measurement.layers)} "
-                f"layers for {measurement.samples} samples: give costs for each layer"
+                f"the profile names {count} layers, but has costs of {len(measurement.layers)} "
+                f"for {measurement.samples} samples: give costs for each layer"
             )
         for value in measurement.values:
             if not all(value.writer < reader < count for reader in value.readers):
