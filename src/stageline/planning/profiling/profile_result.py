@@ -143,7 +143,8 @@ class Profile:
         sizes = [measurement.samples for measurement in self.measurements]
         if not sizes or sizes != sorted(set(sizes)):
             raise PlanError(
-                f"measurements are of {sizes} samples, but need at least one size, in ascending order"
+                f"measurements are of {sizes} samples, but need at least one size, in ascending "
+                "order"
             )
         for measurement in self.measurements:
             self._check(measurement)
