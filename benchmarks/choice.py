@@ -23,6 +23,7 @@ from rich.table import Table
 
 import stageline as sl
 from stageline.errors import ScheduleError
+from stageline.model.workload import Workload
 from stageline.planning.search.candidate_builder import CandidateBuilder
 from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES, build_sized
 from stageline.planning.search.enumerate_candidates import enumerate_candidates
@@ -30,8 +31,7 @@ from stageline.planning.search.predict_time import StepTimePredictor
 from stageline.planning.search.search import FOUND_BY_SEARCH
 from stageline.planning.search.search_result import EvaluatedCandidate
 from stageline.planning.search.training_layouts import PlanRequest
-from stageline.verification import Case
-from stageline.zoo.for_planning import CASES, profiled
+from stageline.zoo.workloads import WORKLOADS, profile_workload
 
 RANKS, STEPS, BEST, FINALS = 2, 2, 5, 9
 
@@ -51,7 +51,7 @@ def all_plans(request: PlanRequest) -> list[sl.Plan]:
     return plans
 
 
-def step_times(case: Case, plan: sl.Plan, steps: int) -> list[float]:
+def step_times(case: Workload, plan: sl.Plan, steps: int) -> list[float]:
     """Seconds; the first step of a pipeline does not count."""
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
     taken = []
@@ -65,7 +65,7 @@ def step_times(case: Case, plan: sl.Plan, steps: int) -> list[float]:
     return taken[1:]
 
 
-def medians(case: Case, plans: Sequence[sl.Plan], rounds: int, words: str) -> list[float]:
+def medians(case: Workload, plans: Sequence[sl.Plan], rounds: int, words: str) -> list[float]:
     """In turns, each round from another one on."""
     taken: list[list[float]] = [[] for _ in plans]
     for turn in track(range(rounds * len(plans)), words):
@@ -76,9 +76,9 @@ def medians(case: Case, plans: Sequence[sl.Plan], rounds: int, words: str) -> li
 
 def compared(name: str, rounds: int) -> tuple[str, float]:
     """A table of the best, and by how much the chosen one is slower."""
-    case = CASES[name]()
+    case = WORKLOADS[name]()
     request = PlanRequest(
-        profiled(case, RANKS),
+        profile_workload(case, RANKS),
         sl.Cluster(num_devices=RANKS, memory="8GiB"),
         len(case.inputs),
         "sgd",
@@ -109,7 +109,7 @@ def main(
 ) -> None:
     """Print the best ways to train each model, and how far the chosen one is from them."""
     torch.set_num_threads(1)
-    for name, slower in [compared(name, rounds) for name in CASES if model in ("", name)]:
+    for name, slower in [compared(name, rounds) for name in WORKLOADS if model in ("", name)]:
         print(f"{name}: chosen within {slower:.1f} % of the best")
 
 

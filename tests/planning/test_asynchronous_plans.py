@@ -248,13 +248,14 @@ def test_an_asynchronous_pipeline_follows_its_plan_and_is_explained(straight: sl
     plan = straight
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
     pipe = sl.Pipeline(
-        layers, nn.functional.mse_loss, plan=plan, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        layers, nn.functional.mse_loss, plan=plan, optimizer_fn=lambda p: torch.optim.SGD(p, 0.1)
     )
-    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert [len(part) for part in pipe._session.assembly.layout.stages] == list(plan.balance)
     assert pipe.schedule.name == "pipedream"
     batches = [(torch.ones(4, 4), torch.zeros(4, 4))] * 8
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         losses = [float(result.loss) for result in pipe.run(batches)]
+    timeline = trace.timeline
     assert losses[-1] < losses[0]
     found = explain(plan, [timeline])
     assert found.predicted == pytest.approx(1e3 * plan.chosen.seconds)
@@ -272,7 +273,7 @@ def test_a_timeline_with_too_few_mini_batches_is_refused(straight: sl.Plan) -> N
 def test_a_plan_with_stage_replicas_needs_a_process_for_each_rank(replicated: sl.Plan) -> None:
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
     with pytest.raises(sl.ModelError, match=r"replicas is \[3, 1\], .* a process for each"):
-        sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer=torch.optim.AdamW)
+        sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer_fn=torch.optim.AdamW)
 
 
 def test_the_plan_of_pipedream_for_vgg16_is_tried() -> None:

@@ -80,7 +80,7 @@ def test_a_pipeline_offloads_activations_if_its_plan_does(monkeypatch: pytest.Mo
     options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"], "num_ranks": 4}
     plan = sl.plan(profile, cluster, batch_size=8, **options)
     asked: list[torch.device] = []
-    monkeypatch.setattr("stageline.pipeline.host_memory", asked.append)
+    monkeypatch.setattr("stageline.runtime.engine.assembly.host_memory", asked.append)
     layers = [sl.Layer(f"layer{n}", nn.Linear(2, 2)) for n in range(4)]
     sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, devices=["cpu"] * 4)
     assert len(asked) == 4
@@ -131,7 +131,7 @@ def test_a_pipeline_follows_its_plan() -> None:
     plan = sl.plan(profile, cluster, batch_size=8)
     assert plan.chosen.num_ranks == 2
     pipe = sl.Pipeline(model, mse, plan=plan, backend="serial")
-    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert [len(part) for part in pipe._session.assembly.layout.stages] == list(plan.balance)
     assert pipe.schedule == plan.schedule
     pipe.verify(x, y)
 

@@ -21,7 +21,8 @@ from stageline.planning.replan import (
     measured_times,
     slowest_replica_times,
 )
-from stageline.runtime.placement.move_layers import follow
+from stageline.runtime.placement.move_layers import move_state
+from stageline.zoo.cases import grouped
 from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 
@@ -173,7 +174,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Train six steps, one of them without an update; layers move after one of them."""
     made = model()
-    pipe = sl.Pipeline(made, loss, num_microbatches=4, **options)
+    pipe = sl.Pipeline(made, loss, num_microbatches=4, **grouped(options))
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     parameters = list(made.parameters())
     for number in range(6):
@@ -211,9 +212,9 @@ def test_a_replan_makes_a_running_pipeline_faster() -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
 
     def traced() -> sl.Timeline:
-        with pipe.trace() as timeline:
+        with pipe.trace() as trace:
             pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return timeline
+        return trace.timeline
 
     before = [traced() for _ in range(3)]
     found = pipe.replan(optimizer, before)
@@ -233,7 +234,7 @@ def test_recomputation_and_what_was_observed_of_layers_survive_a_replan() -> Non
     )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     pipe.replan(optimizer, [slow_first(pipe)])
-    assert pipe.executor.recompute == ("always", "never")
+    assert pipe._session.assembly.settings.recompute == ("always", "never")
     pipe.verify(*torch.randint(0, 11, (2, 9, 5)))
     pipe.close()
 
@@ -291,11 +292,11 @@ def test_optimizer_states_move_to_the_device_of_their_parameter_except_step_coun
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
     state, group = optimizer.state[parameter], optimizer.param_groups[0]
-    follow(state, group, torch.device("meta"))
+    move_state(state, group, torch.device("meta"))
     assert {key: tensor.device.type for key, tensor in state.items()} == {
         "step": "cpu",
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
-    follow(state, group | {"capturable": True}, torch.device("meta"))
+    move_state(state, group | {"capturable": True}, torch.device("meta"))
     assert state["step"].device.type == "meta"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head
 
 
@@ -76,12 +77,17 @@ def main(names: str) -> None:
     options: dict[str, Any] = {"count_fn": count, "num_microbatches": 4 if has_replicas else 8}
     for name in ("1f1b", "interleaved_1f1b", "zbv"):
         made = model(None if has_replicas else mesh["tp"])
-        pipe = sl.Pipeline(made, loss, num_ranks=2, schedule=name, mesh=mesh, **options)
+        pipe = sl.Pipeline(made, loss, num_ranks=2, schedule=name, mesh=mesh, **grouped(options))
         if has_replicas:
             pipe.verify(*torch.randint(0, 11, (2, 16, 5))[:, part])
         found, heard = trained(part, pipe)
         alone = sl.Pipeline(
-            model(), loss, num_ranks=1, num_microbatches=8, count_fn=count, backend="serial"
+            model(),
+            loss,
+            num_ranks=1,
+            num_microbatches=8,
+            backend="serial",
+            options=sl.Options(count_fn=count),
         )
         wanted, expected = trained(slice(None), alone)
         for key, tensor in found.items():  # the order of the sums differs, so the last bits may

@@ -28,8 +28,8 @@ from stageline.costs import Link
 from stageline.errors import PlanError, StageError
 from stageline.planning.cluster.cluster import ByteSize, Cluster, Device, Level
 from stageline.planning.console import progress_bar
-from stageline.runtime.backends.processes.exchange import gathered
-from stageline.runtime.backends.processes.groups import OwnGroup
+from stageline.runtime.backends.processes.exchange import gather
+from stageline.runtime.backends.processes.groups import OwnedGroup
 from stageline.units import format_bytes
 
 SMALL, LARGE = 64, 2**23  # bytes of a message
@@ -64,13 +64,13 @@ def measure_links(*, memory: ByteSize | None = None, progress: bool = True) -> C
     _check(memory)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     try:
-        with closing(OwnGroup(dist.new_group(backend="gloo", timeout=TIMEOUT))) as own:
-            ranks_per_machine = count_ranks_per_machine(gathered(socket.gethostname(), own.now))
+        with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=TIMEOUT))) as own:
+            ranks_per_machine = count_ranks_per_machine(gather(socket.gethostname(), own.now))
             total = (WARM_UP_ROUNDS + ROUNDS) * (num_ranks - 1)
             with progress_bar(total, "exchanges", enabled=progress and rank == 0) as begin:
                 to_next = _measure(rank, num_ranks, own.now, begin)
             mine = RankMeasurement(_memory(ranks_per_machine), to_next)
-            measurements = gathered(mine, own.now)
+            measurements = gather(mine, own.now)
     except RuntimeError as error:
         raise StageError(
             f"rank {rank} lost the connection to another rank while measuring links: check "
@@ -144,8 +144,8 @@ def _check(memory: ByteSize | None) -> None:
     if not dist.is_initialized():
         raise PlanError(
             "there is no process group, but links are measured between its processes: call "
-            "torch.distributed.init_process_group() under torchrun, or use `stageline profile "
-            "--links --ranks 2`"
+            "torch.distributed.init_process_group() under torchrun, or use `stageline links "
+            "--num-processes 2`"
         )
     if dist.get_world_size() < 2:
         raise PlanError("the process group has 1 process, but a link needs 2: start more")

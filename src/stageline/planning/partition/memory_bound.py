@@ -15,7 +15,7 @@ from stageline.planning.partition.rank_devices import RankDevices
 from stageline.planning.partition.several_stages_per_rank import LayerRun
 from stageline.planning.partition.stage_costs import num_optimizer_states
 from stageline.planning.profiling.profile_result import LayerCost, Measurement
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.schedules.schedule import Schedule
 
 PrefixSums = list[float]  # over the first layers

@@ -23,7 +23,7 @@ from stageline.model.layers import INPUT, Value
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.temporary_memory import temporary_bytes
 from stageline.runtime import trees
-from stageline.runtime.engine.split_backward import Caught
+from stageline.runtime.stage.weight_calls import WeightCall
 
 Storages = dict[int, int]  # bytes by address, which is unique as long as the storage is alive
 
@@ -126,7 +126,7 @@ def _measure_saved(runner: LayerRunner, number: int) -> tuple[SavedByLayer, dict
         run = runner.forward(number, in_halves=True)
     until_input_grad = _storages(_alive(references, run.waiting.graphs[0].calls))
     runner.backward(run, runner.output_gradients(run))
-    calls, _ = run.waiting.owed[0]
+    calls, _ = run.waiting.deferred[0]
     until_weight_grad = _storages(_alive(references, calls))
     gradients = (gradient for call in calls for gradient in call.gradients if gradient is not None)
     waiting = sum(_storages(gradients).values())
@@ -134,7 +134,9 @@ def _measure_saved(runner: LayerRunner, number: int) -> tuple[SavedByLayer, dict
     return SavedByLayer(until_input_grad, until_weight_grad, waiting), run.written
 
 
-def _alive(references: list[weakref.ref[SavedTensor]], calls: Iterable[Caught]) -> Iterator[Tensor]:
+def _alive(
+    references: list[weakref.ref[SavedTensor]], calls: Iterable[WeightCall]
+) -> Iterator[Tensor]:
     for reference in references:
         if (saved := reference()) is not None:
             yield saved.tensor

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.arguments import renamed_argument
 from stageline.errors import PlanError, StageError
@@ -35,6 +33,7 @@ from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
 from stageline.planning.profiling.roofline import RooflineTimer
 from stageline.runtime import trees
+from stageline.torch_private import BatchNormBase, DataDependentOutputException, FakeTensorMode
 
 
 @renamed_argument(sample="example_inputs")
@@ -122,7 +121,7 @@ def _layers_without_data(layers: LayerSequence) -> LayerSequence:
     memo = {id(tensor): _without_data(tensor) for tensor in tensors}
     modules = copy.deepcopy(layers.modules, memo)
     for part in modules.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None:
+        if isinstance(part, BatchNormBase) and part.momentum is None:
             part.momentum = 0.1  # without one it reads the number of batches so far
     pairs = zip(layers, modules, strict=True)
     return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))

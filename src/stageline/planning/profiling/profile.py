@@ -39,7 +39,7 @@ from stageline.planning.profiling.build_measurement import (
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
-from stageline.runtime.exactness.parity import left_as_it_was
+from stageline.runtime.parity.plain_loop import preserved_model
 
 T = TypeVar("T")
 WARM_UP_ROUNDS = 2  # not counted: memory is newly allocated, and the runtime observes layers
@@ -78,7 +78,7 @@ def profile(
     copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
     num_rounds = WARM_UP_ROUNDS + repeats
     with (
-        left_as_it_was(profiled.layers),
+        preserved_model(profiled.layers),
         torch.random.fork_rng(devices=[]),
         progress_bar(len(microbatch_sizes) * num_rounds, "rounds", enabled=progress) as begin,
     ):

@@ -13,8 +13,8 @@ from stageline.model.inputs import named_inputs
 from stageline.model.layers import Layer, LayerSequence
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.resize_batch import microbatch_sizes, resize_batch
-from stageline.runtime.engine.stage import Target
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.runtime.stage.stage_values import Target
 
 Model = LayerSequence | nn.Module | Sequence[Layer | nn.Module]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -27,7 +27,7 @@ class ProfiledModel(NamedTuple):
     inputs: dict[str, Any]
     loss_fn: LossFunction | None
     target: Any
-    ambient: Ambient
+    context: ForwardContext
 
     @staticmethod
     def of(
@@ -40,7 +40,7 @@ class ProfiledModel(NamedTuple):
             check_function("loss_fn", loss_fn)
         layers = LayerSequence.of(model)
         inputs = named_inputs(layers, example_inputs)
-        return ProfiledModel(layers, inputs, loss_fn, target, Ambient.here())
+        return ProfiledModel(layers, inputs, loss_fn, target, ForwardContext.current())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,4 +57,4 @@ class ProfiledModel(NamedTuple):
         if self.loss_fn:
             target = Target(self.loss_fn, resize_batch(self.target, num_samples), 1.0)
         inputs = resize_batch(self.inputs, num_samples)
-        return LayerRunner(self.layers, inputs, target, self.ambient)
+        return LayerRunner(self.layers, inputs, target, self.context)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from stageline.planning.partition.rank_devices import RankDevices
 from stageline.planning.search.candidate import PlanCandidate
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.schedules.schedule import Schedule
 
 
