@@ -216,7 +216,7 @@ def test_an_optimizer_of_the_callers_own_is_refused(build: Build, schedule: str)
     outside = AdamW(pipe.parameters())
     message = (
         "AdamW.step() was called for weights that the pipeline steps itself, when their gradients "
-        "are complete: leave it out"
+        "are complete: omit it"
     )
     before = weights_of(pipe)
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
@@ -243,8 +243,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
         for scheduler in schedulers:
             scheduler.step()
     message = (
-        "lr went from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every stage "
-        "is at another step: give Pipeline a scheduler=, which steps with each stage, or change "
+        "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every "
+        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or change "
         "it between two streams"
     )
     count = 0
@@ -264,7 +264,7 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
 
 
 def test_the_caller_may_change_learning_rates_between_single_steps(build: Build) -> None:
-    pipe = build(schedule="1f1b", scheduler=lambda made: StepLR(made, 1, gamma=0.5))
+    pipe = build(schedule="1f1b", scheduler_fn=lambda made: StepLR(made, 1, gamma=0.5))
     pipe.step(*batches(1)[0])
     pipe.optimizers[1].param_groups[0]["lr"] = 1.0
     pipe.step(*batches(1)[0])
@@ -275,14 +275,14 @@ def test_the_caller_may_change_learning_rates_between_single_steps(build: Build)
 def test_a_learning_rate_that_is_changed_while_a_stage_steps_is_noticed_or_undone(
     build: Build, scheduler: Callable[[Optimizer], LRScheduler] | None
 ) -> None:
-    pipe = build(scheduler=scheduler, backend="serial")
+    pipe = build(scheduler_fn=scheduler, backend="serial")
 
     def meddle(optimizer: Optimizer, *_: object) -> None:
         optimizer.param_groups[0]["lr"] = 7.0
 
     pipe.optimizers[1].register_step_post_hook(meddle)
     if scheduler is None:
-        with pytest.raises(ModelError, match=r"^lr went from 0.02 to 7.0 on stage 1, in the"):
+        with pytest.raises(ModelError, match=r"^lr was changed from 0.02 to 7.0 on stage 1, in"):
             list(pipe.run(batches(8)))
     else:
         assert len(list(pipe.run(batches(8)))) == 8
@@ -311,7 +311,7 @@ def test_a_scheduler_that_runs_in_another_thread_is_no_external_change(build: Bu
             yield torch.randn(4, 4), torch.randn(4, 3)
 
     model = LayerSequence.of([nn.Linear(4, 4), nn.Linear(4, 3)])
-    pipe = build(model, num_ranks=2, scheduler=scheduler, backend="threads")
+    pipe = build(model, num_ranks=2, scheduler_fn=scheduler, backend="threads")
     for number, _ in enumerate(pipe.run(loader())):
         if number == 2:  # mini-batch 4 is on its way
             assert is_changed.wait(30)
@@ -470,8 +470,8 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"schedule": "pipedream_2bw", "num_microbatches": 2},
             ScheduleError,
             (
-                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 for its "
-                "two versions to be enough: use more, or 'pipedream'"
+                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 so that "
+                "two weight versions suffice: use more, or 'pipedream'"
             ),
         ),
         (

@@ -75,7 +75,7 @@ class Session:
         """Run one mini-batch: a stream that is over when it is done."""
         loop = self.assembly.step_loop
         stream = Stream(purpose, loop.period.lag, optimizers, records=self.recorder is not None)
-        for _ in self._stream(loop, stream, iter([minibatch]), ahead=0):
+        for _ in self._stream(loop, stream, iter([minibatch]), ahead=1):
             pass
 
     def stream(self, minibatches: Iterator[MiniBatch]) -> MiniBatches:
