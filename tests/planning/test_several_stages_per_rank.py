@@ -1,4 +1,4 @@
-"""Cuts for ranks with several stages: the best of all, or no worse than their bound says."""
+"""Cuts for several stages per rank: optimal, or within their bound."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import PlanError
-from stageline.planning.partition import placed
-from stageline.planning.partition.placed import PlacedSplit, Run, split_placed
+from stageline.planning.partition import several_stages_per_rank
+from stageline.planning.partition.several_stages_per_rank import (
+    LayerRun,
+    SplitWithBound,
+    split_into_chunks,
+)
 from stageline.schedules.placement import Placement, loop, wave
 
 many = settings(max_examples=150, deadline=None)
@@ -21,12 +25,12 @@ numbers = st.integers(0, 12)
 PLACEMENTS = [loop(2, 2), wave(2), loop(3, 2), wave(3), loop(2, 3), wave(2, 3), loop(3), loop(1, 3)]
 
 
-def runs_of(balance: Sequence[int]) -> list[Run]:
+def runs_of(balance: Sequence[int]) -> list[LayerRun]:
     ends = [sum(balance[:stage]) for stage in range(len(balance) + 1)]
     return list(pairwise(ends))
 
 
-def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[Run]]:
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[LayerRun]]:
     for cuts in combinations(range(1, num_layers), num_stages - 1):
         yield list(pairwise((0, *cuts, num_layers)))
 
@@ -49,7 +53,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def largest_load(runs: Sequence[Run], problem: dict[str, Any]) -> float:
+def largest_load(runs: Sequence[LayerRun], problem: dict[str, Any]) -> float:
     num_ranks = max(problem["placement"]) + 1
     speeds = problem["speeds"] or [1] * num_ranks
     cuts = [0, *(problem["transfers"] or [0] * (len(problem["costs"]) - 1)), 0]
@@ -60,15 +64,15 @@ def largest_load(runs: Sequence[Run], problem: dict[str, Any]) -> float:
 
 
 class Memory:
-    """Sizes of layers and what each rank holds."""
+    """The sizes of layers and the memory of each rank."""
 
     def __init__(self, sizes: Sequence[int], limits: Sequence[int]) -> None:
         self.sizes, self.limits = sizes, limits
 
-    def fits(self, runs: tuple[Run, ...], rank: int) -> bool:
+    def fits(self, runs: tuple[LayerRun, ...], rank: int) -> bool:
         return sum(sum(self.sizes[start:stop]) for start, stop in runs) <= self.limits[rank]
 
-    def fits_all(self, runs: Sequence[Run], placement: Placement) -> bool:
+    def fits_all(self, runs: Sequence[LayerRun], placement: Placement) -> bool:
         ranks = range(max(placement) + 1)
         pairs = list(zip(runs, placement, strict=True))
         return all(self.fits(tuple(run for run, r in pairs if r == rank), rank) for rank in ranks)
@@ -81,15 +85,17 @@ memories = st.builds(
 )
 
 
-def without_trying_all(problem: dict[str, Any], **more: Any) -> PlacedSplit:
+def without_trying_all(problem: dict[str, Any], **more: Any) -> SplitWithBound:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed, "FEW", 0)
-        return split_placed(**problem, **more)
+        patch.setattr(several_stages_per_rank, "FEW_CUTS", 0)
+        return split_into_chunks(**problem, **more)
 
 
 @many
 @given(problems(), memories)
-def test_of_few_cuts_it_is_the_best_that_fits(problem: dict[str, Any], memory: Memory) -> None:
+def test_if_there_are_few_cuts_the_best_that_fits_is_found(
+    problem: dict[str, Any], memory: Memory
+) -> None:
     placement = problem["placement"]
     fitting = [
         runs
@@ -98,9 +104,9 @@ def test_of_few_cuts_it_is_the_best_that_fits(problem: dict[str, Any], memory: M
     ]
     if not fitting:
         with pytest.raises(PlanError, match="give more memory or more ranks"):
-            split_placed(**problem, fits=memory.fits)
+            split_into_chunks(**problem, fits=memory.fits)
         return
-    found = split_placed(**problem, fits=memory.fits)
+    found = split_into_chunks(**problem, fits=memory.fits)
     assert runs_of(found.balance) in fitting
     best = min(largest_load(runs, problem) for runs in fitting)
     assert found.largest == found.lower_bound == best
@@ -109,7 +115,7 @@ def test_of_few_cuts_it_is_the_best_that_fits(problem: dict[str, Any], memory: M
 
 @many
 @given(problems())
-def test_with_two_stages_a_rank_it_is_the_best_of_all(problem: dict[str, Any]) -> None:
+def test_with_two_stages_per_rank_the_best_is_found(problem: dict[str, Any]) -> None:
     found = without_trying_all(problem)
     cuts = all_cuts(len(problem["costs"]), len(problem["placement"]))
     best = min(largest_load(runs, problem) for runs in cuts)
@@ -122,7 +128,7 @@ def test_with_two_stages_a_rank_it_is_the_best_of_all(problem: dict[str, Any]) -
 
 @many
 @given(problems(), memories)
-def test_step_by_step_it_keeps_to_the_limits_and_above_the_bound(
+def test_an_improved_cut_fits_and_respects_its_lower_bound(
     problem: dict[str, Any], memory: Memory
 ) -> None:
     placement = problem["placement"]
@@ -146,30 +152,30 @@ def test_a_transformer_is_cut_within_a_tenth_of_the_bound(placement: Placement) 
     """96 blocks between an embedding and a head, none of them quite like the other."""
     rng = random.Random(0)
     costs = [0.3, *(rng.uniform(0.98, 1.02) for _ in range(96)), 2.5]
-    found = split_placed(costs, placement)
+    found = split_into_chunks(costs, placement)
     assert sum(found.balance) == 98
     assert min(found.balance) >= 1
     assert found.largest <= 1.1 * found.lower_bound
 
 
-def test_a_wave_lets_the_rank_of_the_head_hold_less_of_the_beginning() -> None:
-    found = split_placed([1, 1, 1, 1, 1, 1, 1, 1, 3], wave(2))
+def test_in_a_wave_the_rank_of_the_head_gets_fewer_first_layers() -> None:
+    found = split_into_chunks([1, 1, 1, 1, 1, 1, 1, 1, 3], wave(2))
     assert found.largest == 6
     assert found.is_optimal
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
-    with pytest.raises(PlanError, match="there are 3 layers, but 4 stages need one each"):
-        split_placed([1, 1, 1], wave(2))
+    with pytest.raises(PlanError, match="there are 3 layers, but 4 stages need at least one each"):
+        split_into_chunks([1, 1, 1], wave(2))
 
 
 def test_speeds_are_those_of_the_ranks() -> None:
-    assert split_placed([1] * 12, wave(2), speeds=[2, 1]).largest == 4  # 8 layers and 4
-    message = "speeds has 4 numbers, but the placement has 2 ranks: give one each"
+    assert split_into_chunks([1] * 12, wave(2), speeds=[2, 1]).largest == 4  # 8 layers and 4
+    message = "speeds has 4 numbers, but the placement has 2 ranks: give one for each"
     with pytest.raises(PlanError, match=f"^{message}$"):
-        split_placed([1] * 12, wave(2), speeds=[2, 1, 1, 2])
+        split_into_chunks([1] * 12, wave(2), speeds=[2, 1, 1, 2])
 
 
 def test_a_placement_without_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_stages is 0, but has to be 1 at least"):
-        split_placed([1], ())
+    with pytest.raises(PlanError, match="num_stages is 0, but has to be at least 1"):
+        split_into_chunks([1], ())
