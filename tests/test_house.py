@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,13 +182,14 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.alone
 def test_draw_answers_in_under_six_tenths_of_a_second() -> None:
+    """Of processor time, which others on the machine hardly change."""
     command = [str(Path(sys.executable).parent / "stageline"), "draw", "1f1b"]
 
     def seconds() -> float:
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        return time.perf_counter() - start
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])  # of processes that have ended
 
     assert min(seconds() for _ in range(5)) < 0.6

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import stageline as sl
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
 from stageline.runtime.placement.move_layers import follow
-from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 
 NAMES = tuple(f"layer{number}" for number in range(8))
@@ -197,30 +195,6 @@ def test_training_ends_with_the_same_bits_if_layers_move_in_the_middle(
         assert all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
         for a, b in zip(its_state, state, strict=True):
             assert all(torch.equal(a[key], b[key]) for key in b)
-
-
-@pytest.mark.alone
-def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_fewer() -> None:
-    """Four layers that are three times as slow as the others, emulated, and measured."""
-    layers = [Occupy(*[0.002 if number < 4 else 0.006] * 3) for number in range(8)]
-    pipe = sl.Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=4, balance=[4, 4])
-    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-
-    def traced() -> sl.Timeline:
-        with pipe.trace() as timeline:
-            pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return timeline
-
-    before = [traced() for _ in range(3)]
-    found = pipe.replan(optimizer, before)
-    assert found.new_balance == (5, 3) == pipe.balance
-    after = [traced() for _ in range(3)]
-    fastest = min(timeline.makespan for timeline in after)
-    assert fastest < 0.9 * min(timeline.makespan for timeline in before)
-    assert fastest == pytest.approx(found.new_milliseconds, rel=0.1)
-    with pytest.raises(sl.PlanError, match="give timelines since the last replan only"):
-        pipe.replan(optimizer, before)
-    pipe.close()
 
 
 def test_recomputation_and_what_was_learned_of_layers_stay_after_a_move() -> None:
