@@ -38,9 +38,10 @@ from benchmarks.mutations import Mutation, choose, mutations
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "demo")
-PATIENCE = 1200.0  # seconds that one part of the suite may take
+PATIENCE = 1800.0  # seconds that one part of the suite may take
 PYTEST = ("-m", "pytest", "-q", "-x", "--tb=no", "-rfE", "-m", "not slow", "-p", "no:cacheprovider")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+NO_TEST = "no test"
 NOTICED, SURVIVED, UNCLEAR = "noticed", "survived", "unclear"
 
 
@@ -124,14 +125,10 @@ def _verdict(mutation: Mutation, tree: Path) -> Verdict:
     outcome, test = SURVIVED, ""
     for tests in _rounds(tree, mutation.path):
         with _broken(mutation, tree):
-            test = _first_failure(tree, tests) or ""
-            if not test:
-                continue
-            # a run that hangs or does not start has no test to try again
-            again = "::" not in test or _first_failure(tree, [test])
-        is_sound = again and ("::" not in test or not _first_failure(tree, [test]))
-        outcome = NOTICED if is_sound else UNCLEAR
-        break
+            test = _first_failure(tree, tests)
+        if test:
+            outcome = NOTICED if _is_due_to(mutation, tree, test, tests) else UNCLEAR
+            break
     return Verdict(
         mutation.key,
         mutation.path,
@@ -142,6 +139,16 @@ def _verdict(mutation: Mutation, tree: Path) -> Verdict:
         test,
         round(monotonic() - start, 1),
     )
+
+
+def _is_due_to(mutation: Mutation, tree: Path, test: str, tests: Sequence[str]) -> bool:
+    """Return whether the test fails with the mutation again, and passes without it."""
+    if test.startswith(NO_TEST):
+        return True
+    again = [test] if "::" in test else [*tests, "--collect-only"]  # a file that was not imported
+    with _broken(mutation, tree):
+        fails = bool(_first_failure(tree, again))
+    return fails and not _first_failure(tree, again)
 
 
 @contextmanager
@@ -166,21 +173,17 @@ def _rounds(tree: Path, path: str) -> list[list[str]]:
         for file in files
         if any(word in file.read_text() for word in words)
     ]
-    near = Path(path).parts[2]  # tests mirror the packages of the source
+    near = f"tests/{Path(path).parts[2]}"  # tests mirror the packages of the source
     distributed = ["tests/distributed"]
-    rest = [f"tests/{near}"] if (tree / "tests" / near).is_dir() else []
-    rest += sorted(
-        str(each.relative_to(tree))
-        for each in (tree / "tests").iterdir()
-        if each.name not in (near, "distributed", "__pycache__", "conftest.py")
-        and (each.is_dir() or each.suffix == ".py")
-    )
-    rounds = [[path, *named], [*rest, "src"], distributed]
-    return [rounds[0], distributed, rounds[1]] if "processes" in path else rounds
+    rounds = [[path, *named], [near] if (tree / near).is_dir() else []]
+    rounds += [["tests", "src", "--ignore", *distributed], distributed]
+    if "processes" in path:
+        rounds = [rounds[0], distributed, *rounds[1:3]]
+    return [each for each in rounds if each]
 
 
-def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
-    """Return the first test that fails, or None if all of them pass."""
+def _first_failure(tree: Path, tests: Sequence[str]) -> str:
+    """Return the first test that fails, or nothing if all of them pass."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         [sys.executable, *PYTEST, *tests],
@@ -195,11 +198,13 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return f"no end after {PATIENCE:g} s"
+            return f"{NO_TEST} in particular: no end after {PATIENCE:g} s"
     if process.returncode in (0, 5):  # passed, or has no tests
-        return None
+        return ""
     found = FAILED.search(output)
-    return found[1] if found else f"pytest ended with {process.returncode}: {output[-300:]}"
+    if found:
+        return found[1]
+    return f"{NO_TEST} in particular: pytest ended with {process.returncode}, {output[-300:]}"
 
 
 def _print_table(verdicts: Sequence[Verdict]) -> None:
