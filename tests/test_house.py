@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,13 @@ def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -79,7 +85,7 @@ def test_no_file_is_long() -> None:
 def test_no_function_is_long() -> None:
     sizes = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or 0) - node.lineno + 1
                 sizes[f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}"] = size
@@ -101,7 +107,7 @@ def test_a_class_name_has_one_meaning() -> None:
         node.name
         for path in FILES
         if package_of(path) != "zoo"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in counts.items() if count > 1] == []
@@ -192,4 +198,4 @@ def test_draw_answers_in_under_six_tenths_of_a_second() -> None:
         after = os.times()
         return sum(after[2:4]) - sum(before[2:4])  # of processes that have ended
 
-    assert min(seconds() for _ in range(5)) < 0.6
+    assert any(seconds() < 0.6 for _ in range(5))
