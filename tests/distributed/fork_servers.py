@@ -1,8 +1,8 @@
 """Start ranks as forks of servers that have imported torch; see `fork_server.py`.
 
-Hashes of text differ from rank to rank, as they do under torchrun, so each rank of a group has a
-server of its own. Servers start when they are first needed, and serve the whole run: the processes
-of xdist share them.
+Hashes of text differ from process to process under torchrun, so there are two servers that differ
+in them. Servers start when they are first needed, and serve the whole run: the processes of xdist
+share them.
 """
 
 from __future__ import annotations
@@ -88,12 +88,17 @@ def ranks(
                 "arguments": arguments,
                 "environment": shared | {"RANK": str(rank)},
             }
-            processes.append(_fork(request, f"hash-seed-{rank + 1}", folder / f"output-{rank}"))
+            processes.append(_fork(request, _server(rank), folder / f"output-{rank}"))
         yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait(10.0)
+
+
+def _server(rank: int) -> str:
+    """Return one of two, such that neighbours in either direction of a 2 x 2 mesh have both."""
+    return f"hash-seed-{1 + rank.bit_count() % 2}"
 
 
 def _fork(request: Mapping[str, object], server: str, output: Path) -> RankProcess:
