@@ -5,9 +5,8 @@
     python benchmarks/mutants.py --seed 1 --package planning
 
 Lines are chosen by the seed, evenly over files and kinds of change. Each is broken in a copy of the
-tree. Tests that name its module run first, then the rest, until one fails; that test has to
-fail again, and to pass without the change. Results are kept in a file, from which another run goes
-on.
+tree. Tests of its module run first, then the rest, until one fails; that test has to fail again, and
+to pass without the change. Results are kept in a file, from which another run goes on.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def _rounds(tree: Path, path: str) -> list[list[str]]:
     named = [
         str(file.relative_to(tree))
         for file in files
-        if any(word in file.read_text() for word in words)
+        if file.stem == f"test_{name}" or any(word in file.read_text() for word in words)
     ]
     near = f"tests/{Path(path).parts[2]}"  # tests mirror the packages of the source
     distributed = ["tests/distributed"]

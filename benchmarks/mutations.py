@@ -32,6 +32,7 @@ ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 }
 WITHOUT_ARITHMETIC = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.JoinedStr)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Sides = tuple[ast.expr, ast.expr]
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,14 @@ def _comparison(source: Source, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         old, new = COMPARISONS[type(node.ops[0])]
         if any(clock in source.of(node) for clock in CLOCKS):
             new = OPPOSITES.get(old, new)
-        yield node, _operator(source, node.left, node.comparators[0], old, new)
+        yield node, _operator(source, node, (node.left, node.comparators[0]), old, new)
 
 
-def _operator(source: Source, left: ast.expr, right: ast.expr, old: str, new: str) -> str:
-    """Return the text of both with another operator between them; parentheses stay."""
-    (start, first), (second, end) = source.range(left), source.range(right)
-    between = source.text[first:second].replace(old, new, 1)
-    return source.text[start:first] + between + source.text[second:end]
+def _operator(source: Source, node: ast.expr, sides: Sides, old: str, new: str) -> str:
+    """Return the text of an operation with another operator; parentheses stay."""
+    (start, end), (_, left), (right, _) = (source.range(each) for each in (node, *sides))
+    between = source.text[left:right].replace(old, new, 1)
+    return source.text[start:left] + between + source.text[right:end]
 
 
 def _condition(source: Source, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -196,7 +197,7 @@ def _arithmetic(source: Source, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         sides = (node.left, node.right)
         is_text = any(isinstance(s, ast.Constant) and isinstance(s.value, str) for s in sides)
         if not is_text and not any(isinstance(side, WITHOUT_ARITHMETIC) for side in sides):
-            yield node, _operator(source, *sides, *ARITHMETIC[type(node.op)])
+            yield node, _operator(source, node, sides, *ARITHMETIC[type(node.op)])
 
 
 def _length(source: Source, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
