@@ -5,8 +5,8 @@
     python benchmarks/mutants.py --seed 1 --package planning
 
 Lines are chosen by the seed, evenly over files and kinds of change. Each is broken in a copy of the
-tree. Tests of its module run first, then the rest, until one fails; that test has to fail again, and
-to pass without the change. Results are kept in a file, from which another run goes on.
+tree. Tests of its module run first, then the rest, until one fails; that test has to fail again,
+and to pass without the change. Results are kept in a file, from which another run goes on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main(
             verdicts[verdict.key] = verdict
             _write(results, verdicts)
             bar.update(task, advance=1)
-            bar.console.print(f"{verdict.outcome:8} {verdict.path}:{verdict.line} {verdict.test}")
+            line = f"{verdict.outcome:8} {verdict.path}:{verdict.line} {verdict.test}"
+            bar.console.print(line, soft_wrap=True, markup=False)
     found = [verdicts[each.key] for each in chosen]
     _print_table(found)
     noticed = sum(verdict.outcome == NOTICED for verdict in found)

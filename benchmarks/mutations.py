@@ -79,20 +79,19 @@ def mutations(root: Path, paths: Iterable[Path]) -> list[Mutation]:
 def choose(candidates: Sequence[Mutation], count: int, seed: int) -> list[Mutation]:
     """Return some on different lines, as evenly as possible over files and kinds of change.
 
-    What is chosen depends on the candidates and the seed alone.
+    What is chosen depends on the candidates and the seed alone; a larger count adds to a smaller.
     """
     chance = random.Random(seed)
     left = list(candidates)
     chosen: list[Mutation] = []
     while left and len(chosen) < count:
         paths = sorted({each.path for each in left})
-        for path in chance.sample(paths, min(len(paths), count - len(chosen))):
-            kinds = sorted({each.kind for each in left if each.path == path})
-            kind = chance.choice(kinds)
+        for path in chance.sample(paths, len(paths)):
+            kind = chance.choice(sorted({each.kind for each in left if each.path == path}))
             picked = chance.choice([e for e in left if (e.path, e.kind) == (path, kind)])
             chosen.append(picked)
             left = [e for e in left if (e.path, e.line) != (path, picked.line)]
-    return chosen
+    return chosen[:count]
 
 
 class Source:

@@ -64,6 +64,7 @@ def test_the_choice_spreads_over_files_and_depends_on_the_seed_alone(tmp_path: P
     candidates = found_in(tmp_path, body, body, body)
     chosen = choose(candidates, 7, seed=3)
     assert chosen == choose(candidates, 7, seed=3) != choose(candidates, 7, seed=4)
+    assert chosen[:4] == choose(candidates, 4, seed=3)
     assert len({(each.path, each.line) for each in chosen}) == 7
     assert sorted(sum(each.path == f"module{n}.py" for each in chosen) for n in range(3)) == [
         *(2, 2, 3)
