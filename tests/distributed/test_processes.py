@@ -127,7 +127,7 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
         ),
         ("evaluate", "exit", "rank 1 is gone: its connection broke"),
         pytest.param(
-            *("first", "stop", "for all ranks to share what they are about to do, longer"),
+            *("first", "stop", "for all ranks to share a plan, longer"),
             marks=pytest.mark.slow,
         ),
         ("step", "shapes", "do all ranks have batches of the same shapes and types?"),
