@@ -23,12 +23,12 @@ from rich.table import Table
 
 import stageline as sl
 from stageline.errors import ScheduleError
+from stageline.model.workload import Workload
 from stageline.planning.search.layouts import Task
 from stageline.planning.search.outcome import Found
 from stageline.planning.search.search import FOUND_BY_SEARCH
 from stageline.planning.search.ways import SCHEDULES, Ways, built
-from stageline.verification import Case
-from stageline.zoo.for_planning import CASES, profiled
+from stageline.zoo.workloads import WORKLOADS, profile_workload
 
 RANKS, STEPS, BEST, FINALS = 2, 2, 5, 9
 
@@ -47,7 +47,7 @@ def all_plans(task: Task) -> list[sl.Plan]:
     return plans
 
 
-def step_times(case: Case, plan: sl.Plan, steps: int) -> list[float]:
+def step_times(case: Workload, plan: sl.Plan, steps: int) -> list[float]:
     """Seconds; the first step of a pipeline does not count."""
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
     taken = []
@@ -61,7 +61,7 @@ def step_times(case: Case, plan: sl.Plan, steps: int) -> list[float]:
     return taken[1:]
 
 
-def medians(case: Case, plans: Sequence[sl.Plan], rounds: int, words: str) -> list[float]:
+def medians(case: Workload, plans: Sequence[sl.Plan], rounds: int, words: str) -> list[float]:
     """In turns, each round from another one on."""
     taken: list[list[float]] = [[] for _ in plans]
     for turn in track(range(rounds * len(plans)), words):
@@ -72,9 +72,9 @@ def medians(case: Case, plans: Sequence[sl.Plan], rounds: int, words: str) -> li
 
 def compared(name: str, rounds: int) -> tuple[str, float]:
     """A table of the best, and by how much the chosen one is slower."""
-    case = CASES[name]()
+    case = WORKLOADS[name]()
     task = Task(
-        profiled(case, RANKS),
+        profile_workload(case, RANKS),
         sl.Cluster(num_devices=RANKS, memory="8GiB"),
         len(case.inputs),
         "sgd",
@@ -103,7 +103,7 @@ def main(
 ) -> None:
     """Print the best ways to train each model, and how far the chosen one is from them."""
     torch.set_num_threads(1)
-    for name, slower in [compared(name, rounds) for name in CASES if model in ("", name)]:
+    for name, slower in [compared(name, rounds) for name in WORKLOADS if model in ("", name)]:
         print(f"{name}: chosen within {slower:.1f} % of the best")
 
 

@@ -4,8 +4,8 @@ python benchmarks/damaged_checkpoints.py                       10,000 of them, s
 python benchmarks/damaged_checkpoints.py --cases 500 --seed 7
 python benchmarks/damaged_checkpoints.py --seed 7 --only 123   one again, with its message
 
-"Forged" ones have checksums that were made to fit the damage, as no accident does. They may load
-what they say; all else holds for them too.
+"Forged" checkpoints have valid checksums in spite of the damage, unlike accidental damage. They may
+load other values, but must not fail in other ways.
 """
 
 from __future__ import annotations
@@ -36,33 +36,37 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.damage import KINDS, Damage, seal
+from benchmarks.damage_kinds.in_bytes import Damage
+from benchmarks.damage_kinds.in_values import seal
+from benchmarks.damage_kinds.kinds import KINDS
 
 import stageline as sl
-from stageline.checkpoint import folder as folders
-from stageline.checkpoint import reading, storage
+from stageline.checkpoint import read_tensors, record_file, write_tensors
+from stageline.checkpoint.pipeline_state import schedulers_of
+from stageline.pipeline import session_of
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
-SECONDS, BYTES = 5.0, 2**30  # that no damaged checkpoint may take
+SECONDS, BYTES = 5.0, 2**30  # limits for a damaged checkpoint
 DATA = {"seen": 18, "order": [3, 1, 2], "epoch": (4, None), 7: "x"}
 Everything = dict[str, Any]
 
 
 @dataclass
 class Subject:
-    """A pipeline with its optimizer, checkpoints of it, and what is right after loading them."""
+    """A pipeline with its optimizer, checkpoints of it, and the state after loading them."""
 
     name: str
     pipe: sl.Pipeline
     optimizer: Optimizer | None
     folder: Path  # two checkpoints, steps 1 and 2
-    other: Path  # a checkpoint of the state that it is in before each case
+    other: Path  # a checkpoint of the state before each case
     right: dict[int, Everything]  # by step
     before: Everything
 
 
 def model() -> nn.Sequential:
-    """Return one with tied weights, dropout, statistics with a counter, and several types."""
+    """Return a model with tied weights, dropout, statistics with a counter, and several dtypes."""
     embedding = nn.Embedding(11, 8)
     block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.LayerNorm(8))
     block.register_buffer("flags", torch.tensor([True, False]))
@@ -77,7 +81,13 @@ def made(name: str) -> tuple[sl.Pipeline, Optimizer | None]:
         options["optimizer"] = lambda weights: AdamW(weights, 1e-2)
         options["scheduler"] = lambda optimizer: MultiStepLR(optimizer, [2, 5], 0.5)
     pipe = sl.Pipeline(
-        model(), loss, num_ranks=2, num_microbatches=2, backend="serial", seed=3, **options
+        model(),
+        loss,
+        num_ranks=2,
+        num_microbatches=2,
+        backend="serial",
+        options=sl.Options(seed=3),
+        **grouped(options),
     )
     if name == "adamw":
         few = [p for p in pipe.parameters() if p.ndim == 1]
@@ -101,14 +111,14 @@ def everything(pipe: sl.Pipeline, optimizer: Optimizer | None) -> Everything:
     """Return copies of all that a load may change."""
     found: Everything = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     found["random"] = torch.get_rng_state()
-    found["counts"] = [pipe.num_steps, pipe.seed]
+    found["counts"] = [pipe.num_steps, session_of(pipe).seed]
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         for index, group in enumerate(state["param_groups"]):
             found |= {f"{number} group {index} {key}": value for key, value in group.items()}
         for index, kept in state["state"].items():
             found |= {f"{number} state {index} {key}": value for key, value in kept.items()}
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(schedulers_of(pipe)):
         for key, value in deepcopy(scheduler.state_dict()).items():
             found[f"{number} scheduler {key}"] = value
     return found
@@ -141,7 +151,7 @@ def subject(name: str, folder: Path) -> Subject:
     torch.manual_seed(1)
     for step in (3, 4, 5):
         train(pipe, optimizer, step)
-    pipe.seed = 8
+    session_of(pipe).seed = 8
     sl.save(folder / f"{name}-other", pipe, optimizer, step=5)
     before = everything(pipe, optimizer)
     found = Subject(name, pipe, optimizer, folder / name, folder / f"{name}-other", right, before)
@@ -152,7 +162,7 @@ def subject(name: str, folder: Path) -> Subject:
 
 
 def restore(subject: Subject) -> None:
-    """Go back to the state before; what forged checkpoints added goes too."""
+    """Restore the state before; remove what forged checkpoints added."""
     pipe, optimizer = subject.pipe, subject.optimizer
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         for index, group in enumerate(each.param_groups):
@@ -162,7 +172,7 @@ def restore(subject: Subject) -> None:
                     group[key] = deepcopy(subject.before[name])
                 else:
                     del group[key]
-    for number, scheduler in enumerate(pipe.stepper.schedulers if pipe.stepper else ()):
+    for number, scheduler in enumerate(schedulers_of(pipe)):
         for key in scheduler.state_dict():
             if f"{number} scheduler {key}" not in subject.before:
                 delattr(scheduler, key)
@@ -173,20 +183,22 @@ def restore(subject: Subject) -> None:
 
 def split(checkpoint: Path) -> None:
     """Write the tensors of one file to three, as three processes do, with one of them in halves."""
-    record = folders.read_record(checkpoint)
-    saved = reading.saved_in(checkpoint, [storage.File(**file) for file in record["files"]])
-    tensors = {name: entry.form.empty() for name, entry in saved.items()}
-    reading.Reader(saved).copy(tensors)
-    pieces = storage.pieces_of(tensors)
+    record = record_file.read_record(checkpoint)
+    saved = read_tensors.stored_tensors(
+        checkpoint, [write_tensors.ShardFile(**file) for file in record["files"]]
+    )
+    tensors = {name: entry.type.empty() for name, entry in saved.items()}
+    read_tensors.TensorReader(saved).copy(tensors)
+    pieces = write_tensors.local_pieces(tensors)
     whole = pieces.pop("model.0.weight")
-    parts: list[dict[str, storage.Piece]] = [{}, {}, {}]
+    parts: list[dict[str, write_tensors.Piece]] = [{}, {}, {}]
     for number, (name, piece) in enumerate(pieces.items()):
         parts[number % 3][name] = piece
     parts[0]["model.0.weight"] = whole._replace(tensor=whole.tensor[:6])
     parts[2]["model.0.weight"] = whole._replace(tensor=whole.tensor[6:], offset=(6, 0))
     (checkpoint / record["files"][0]["name"]).unlink()
     record["files"] = [
-        storage.write(checkpoint / f"shard-{number:05d}.safetensors", part)
+        write_tensors.write_shard(checkpoint / f"shard-{number:05d}.safetensors", part)
         for number, part in enumerate(parts, start=1)
     ]
     seal(checkpoint, record)
@@ -194,7 +206,7 @@ def split(checkpoint: Path) -> None:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in what takes longer."""
+    """Raise `TimeoutError` if the block takes longer."""
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"it took more than {seconds} s")
@@ -209,7 +221,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def attempt(rng: random.Random, subject: Subject, damage: Damage, folder: Path) -> tuple[str, str]:
-    """Damage a copy, load it, and return how that ended and what was said."""
+    """Damage a copy, load it, and return the outcome and the error."""
     here = folder / "run"
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(subject.folder, here)
@@ -221,7 +233,7 @@ def attempt(rng: random.Random, subject: Subject, damage: Damage, folder: Path) 
     path = rng.choice([here, checkpoint])
     optimizer = None if rng.random() < 0.1 else subject.optimizer
     try:
-        with limited(SECONDS), warnings.catch_warnings(record=True) as told:
+        with limited(SECONDS), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             step, data = sl.load(path, subject.pipe, optimizer)
     except sl.CheckpointError as error:
@@ -232,7 +244,7 @@ def attempt(rng: random.Random, subject: Subject, damage: Damage, folder: Path) 
     found = everything(subject.pipe, subject.optimizer)
     restore(subject)
     if damage.__name__.startswith("forged"):
-        return "loaded what it says", ""
+        return "loaded forged values", ""
     wanted = dict(subject.right[step])
     if optimizer is None and subject.optimizer is not None:
         wanted |= {name: subject.before[name] for name in wanted if name.startswith("0 ")}
@@ -243,17 +255,17 @@ def attempt(rng: random.Random, subject: Subject, damage: Damage, folder: Path) 
         return f"WRONG {wrong or data}", ""
     if step == 2:
         return "loaded", ""
-    is_told = any("is passed over" in str(each.message) for each in told)
+    has_warned = any("skipped " in str(each.message) for each in warned)
     is_gone = not (checkpoint.is_dir() and path == here)
-    return ("loaded the one before" if is_told or is_gone else "SILENT: the one before"), ""
+    return ("loaded the one before" if has_warned or is_gone else "SILENT: the one before"), ""
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="Damaged checkpoints in all.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Of the damage.")] = 0,
+    cases: Annotated[int, typer.Option(help="Number of damaged checkpoints.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the damage.")] = 0,
     only: Annotated[int | None, typer.Option(help="Repeat a single case.")] = None,
 ) -> None:
-    """Damage checkpoints in every way that we know of, load them, and count what happens."""
+    """Damage checkpoints in every known way, load them, and count the outcomes."""
     torch.set_num_threads(1)
     console = Console(width=120)
     counts: Counter[tuple[str, str]] = Counter()
@@ -292,7 +304,7 @@ def main(
 
 
 def restore_from_scratch(subject: Subject) -> None:
-    """Go on with a state that is known after a failure, as far as that can be."""
+    """Restore the state after a failure, or else accept the current one."""
     try:
         restore(subject)
     except AssertionError:
@@ -300,7 +312,7 @@ def restore_from_scratch(subject: Subject) -> None:
 
 
 def peak() -> int:
-    """Return the most bytes that this process had in memory so far."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

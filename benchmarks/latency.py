@@ -1,6 +1,6 @@
 """A slow network: every message 20 ms late, on emulated accelerators in real processes.
 
-    stageline run --ranks 4 benchmarks/latency.py
+    stageline run --num-processes 4 benchmarks/latency.py
 
 Prints for several schedules what a step takes, and what the simulator says with that latency.
 """
@@ -17,8 +17,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.driver import Incoming, Processes
-from stageline.runtime.engine.loop import Message, Parcel
+from stageline.runtime.backends.processes.backend import ProcessesBackend
+from stageline.runtime.backends.processes.messages.channels import Incoming
+from stageline.runtime.engine.minibatch import Message, MessageKey
 from stageline.zoo.emulated import Occupy
 
 LATENCY, FORWARD = 0.020, 0.010  # seconds
@@ -28,17 +29,18 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
 class Late(Incoming):
     """Gives a message out only some time after it was sent."""
 
-    def take(self, send: Parcel) -> Message:
-        message = super().take(send)
+    def take(self, key: MessageKey) -> Message:
+        message = super().take(key)
         sleep(max(0.0, message.sent_at + LATENCY - perf_counter()))
         return message
 
 
 def slow_down(pipe: sl.Pipeline) -> None:
     """Before its first step, when no message is promised yet."""
-    driver = pipe.driver
-    assert isinstance(driver, Processes)
-    driver.incoming = Late(driver.place, driver.limit)
+    backend = pipe._session.backend  # noqa: SLF001  to measure, it reaches inside
+    assert isinstance(backend, ProcessesBackend)
+    connection = backend.connection
+    backend.incoming = Late(connection.groups, connection.limit)
 
 
 def measured(schedule: sl.Schedule, *, is_slow: bool, steps: int = 3) -> float:

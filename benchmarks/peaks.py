@@ -1,6 +1,6 @@
 """What each rank of a plan holds at most, as the operating system sees it: for prediction.py.
 
-    stageline run --ranks 2 benchmarks/peaks.py MODEL PLAN.json
+    stageline run --num-processes 2 benchmarks/peaks.py MODEL PLAN.json
 
 Each rank is a process that makes only its own layers. It trains once before, so that what libraries
 keep for themselves is there already; prediction.py starts it such that freed memory goes back.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stageline as sl
-from stageline.zoo.for_planning import CASES
+from stageline.zoo.workloads import WORKLOADS
 
 
 def status(key: str) -> int:
@@ -35,15 +35,15 @@ def fill(layer: sl.Layer) -> None:
 
 
 def peak(name: str, plan: sl.Plan, steps: int = 3) -> int:
-    sample = CASES[name]()
+    sample = WORKLOADS[name]()
     inputs, target = sample.inputs.clone(), sample.target.clone()
     del sample
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is now
     with torch.device("meta"):
-        case = CASES[name]()
-    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init=fill)
+        case = WORKLOADS[name]()
+    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init_fn=fill)
     for _ in range(steps):
         pipe.step(inputs, target)
     found = status("VmHWM") - before

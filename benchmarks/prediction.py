@@ -26,9 +26,9 @@ from rich.progress import track
 from rich.table import Table
 
 import stageline as sl
+from stageline.model.workload import Workload
 from stageline.report.timeline import Timeline
-from stageline.verification import Case
-from stageline.zoo.for_planning import CASES, profiled
+from stageline.zoo.workloads import WORKLOADS, profile_workload
 
 RANKS = 2
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
@@ -63,12 +63,13 @@ class Row(NamedTuple):
         return [100 * (expected / found - 1) for expected, found in pairs]
 
 
-def measured(case: Case, plan: sl.Plan, steps: int) -> list[Timeline]:
+def measured(case: Workload, plan: sl.Plan, steps: int) -> list[Timeline]:
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
     timelines = []
     for _ in range(steps + 2):
-        with pipe.trace() as timeline:
+        with pipe.trace() as trace:
             pipe.step(case.inputs, case.target)
+        timeline = trace.timeline
         timelines.append(timeline)
     pipe.close()
     return timelines[2:]
@@ -79,7 +80,7 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
         path = Path(folder) / "plan.json"
         plan.save(path)
         worker = Path(__file__).with_name("peaks.py")
-        command = [sys.executable, "-m", "stageline", "run", "--ranks", str(RANKS)]
+        command = [sys.executable, "-m", "stageline", "run", "--num-processes", str(RANKS)]
         ended = subprocess.run(
             [*command, str(worker), model, str(path)],
             env=os.environ | FREED_AT_ONCE,
@@ -94,10 +95,10 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
 def rows(steps: int) -> list[Row]:
     found = []
     cluster = sl.Cluster(num_devices=RANKS, memory="8GiB")
-    for name in track(CASES, "predicting and measuring"):
-        case = CASES[name]()
+    for name in track(WORKLOADS, "predicting and measuring"):
+        case = WORKLOADS[name]()
         size = len(case.inputs)
-        profile = profiled(case, RANKS)
+        profile = profile_workload(case, RANKS)
         given: dict[str, Any] = {"batch_size": size, "num_ranks": RANKS, "optimizer": "sgd"}
         for schedule in SCHEDULES:
             plan = sl.plan(profile, cluster, **given, schedules=[schedule])

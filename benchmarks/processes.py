@@ -1,8 +1,8 @@
 """What the runtime costs in processes: emulated accelerators, beside torch's own pipelining.
 
-    stageline run --ranks 2 benchmarks/processes.py
-    stageline run --ranks 4 benchmarks/processes.py
-    stageline run --ranks 8 benchmarks/processes.py
+    stageline run --num-processes 2 benchmarks/processes.py
+    stageline run --num-processes 4 benchmarks/processes.py
+    stageline run --num-processes 8 benchmarks/processes.py
 
 Every rank is a process, every stage a layer that occupies it for F forward and 2F backward. Prints
 measured over simulated makespan; steps of both libraries take turns, so both have the same weather.

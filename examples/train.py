@@ -1,7 +1,7 @@
-"""A small GPT learns Python's own source: in one process or under torchrun, the same script.
+"""Train a small GPT on Python source, in one process or in several, with the same script.
 
-python examples/train.py --ranks 2
-stageline run --ranks 2 examples/train.py --folder run
+python examples/train.py --num-ranks 2
+stageline run --num-processes 2 examples/train.py --folder run
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from stageline.zoo.text import VOCABULARY, standard_library, tokens
 CONTEXT = 64
 
 
-def passages(count: int = 2000) -> TensorDataset:
-    """Each with the same passage one token further on, which is what is to be foretold."""
+def sequences(count: int = 2000) -> TensorDataset:
+    """Return sequences of tokens, and as target each sequence shifted by one token."""
     text = tokens(standard_library())[: count * CONTEXT + 1].long()
     return TensorDataset(text[:-1].view(-1, CONTEXT), text[1:].view(-1, CONTEXT))
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="Threads, unless processes are started.")] = 2,
-    steps: Annotated[int, typer.Option(help="Steps to train in all.")] = 100,
-    schedule: Annotated[str, typer.Option(help="A name of `stageline draw --help`.")] = "1f1b",
+    num_ranks: Annotated[int, typer.Option(help="Ranks, if there is only one process.")] = 2,
+    steps: Annotated[int, typer.Option(help="Total number of optimizer steps.")] = 100,
+    schedule: Annotated[str, typer.Option(help="A name from `stageline draw --help`.")] = "1f1b",
     folder: Annotated[Path | None, typer.Option(help="For checkpoints and metrics.")] = None,
 ) -> None:
-    """Train; if the folder has a checkpoint, from there."""
+    """Train, and resume from the checkpoint in the folder if there is one."""
     is_launched = "RANK" in os.environ
     if is_launched:
         dist.init_process_group()
@@ -43,12 +43,12 @@ def main(
     pipe = sl.Pipeline(
         gpt(vocabulary=VOCABULARY, width=64, heads=4, blocks=4, context=CONTEXT, dropout=0.1),
         loss,
-        num_ranks=dist.get_world_size() if is_launched else ranks,
+        num_ranks=dist.get_world_size() if is_launched else num_ranks,
         num_microbatches=8,
         schedule=schedule,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), 3e-3)
-    loader = DataLoader(passages(), batch_size=32, shuffle=True)
+    loader = DataLoader(sequences(), batch_size=32, shuffle=True)
     sl.fit(pipe, loader, optimizer, steps=steps, folder=folder, save_every=20, max_norm=1.0)
     if folder is not None:
         sl.export(folder / "model.safetensors", pipe)

@@ -1,4 +1,4 @@
-"""Costs as they are given, and the errors of those that make no sense."""
+"""Costs in all forms, and the errors for invalid ones."""
 
 import math
 import re
@@ -20,7 +20,7 @@ def refused(message: str) -> Any:
 
 
 def build(**given: Any) -> Costs:
-    """Costs from anything at all; activations are large enough to retain it."""
+    """Return costs from any value; activations are large enough to retain it."""
     return Costs(**({"activation": 1e9} | given))
 
 
@@ -96,7 +96,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 @every_field
 def test_a_list_for_another_number_of_stages_is_refused(name: str) -> None:
-    message = f"{name} has 3 values, but the schedule has 2 stages: give one number, or 2"
+    message = f"{name} has 3 values, but the schedule has 2 stages: give one number, or 2 numbers"
     with refused(message):
         build(**{name: [1, 1, 1]}).per_stage(name, 2)
 
@@ -104,16 +104,17 @@ def test_a_list_for_another_number_of_stages_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("activation", "retained", "message"),
     [
-        (1, 2, "retained is 2.0 on stage 0, but it is the part of activation, 1.0, that W still"),
-        ([5, 1], [5, 2], "retained is 2.0 on stage 1, but it is the part of activation, 1.0, that"),
-        ([5, 1], 2, "retained is 2.0 on stage 1, but it is the part of activation, 1.0, that W"),
-        (1, [0, 1, 3], "retained is 3.0 on stage 2, but it is the part of activation, 1.0, that W"),
+        (1, 2, "retained is 2.0 on stage 0, but"),
+        ([5, 1], [5, 2], "retained is 2.0 on stage 1, but"),
+        ([5, 1], 2, "retained is 2.0 on stage 1, but"),
+        (1, [0, 1, 3], "retained is 3.0 on stage 2, but"),
     ],
 )
 def test_more_cannot_be_retained_than_there_is(
     activation: Any, retained: Any, message: str
 ) -> None:
-    with pytest.raises(CostsError, match=f"^{re.escape(message)}.*: give at most that$"):
+    advice = "it is the part of activation that W needs: use at most 1.0, its activation"
+    with pytest.raises(CostsError, match=f"^{re.escape(f'{message} {advice}')}$"):
         Costs(activation=activation, retained=retained)
 
 
@@ -130,7 +131,7 @@ def test_a_link_with_a_bandwidth_that_makes_no_sense_is_refused(bandwidth: float
 
 
 def test_a_link_that_carries_nothing_is_refused() -> None:
-    with refused("bandwidth is 0, but a link has to carry something: give more"):
+    with refused("bandwidth is 0, but must be positive: use math.inf for no limit"):
         Link(bandwidth=0)
 
 
@@ -164,7 +165,9 @@ def test_a_link_of_no_numbers_is_refused(field: str, value: Any) -> None:
     "links", [3, None, [Link()], {(0, 1): 3}, {0: Link()}, {"01": Link()}, {(0, 1, 2): Link()}]
 )
 def test_links_are_one_for_all_or_one_for_each_pair_of_ranks(links: Any) -> None:
-    with pytest.raises(CostsError, match=r"^links has .*, but holds a Link for each \(from, to\)"):
+    with pytest.raises(
+        CostsError, match=r"^links contains .*, but must have a Link for each \(from, to\)"
+    ):
         Costs(links=links)
 
 

@@ -91,10 +91,10 @@ def test_the_python_of_a_page_runs_as_it_stands(page: Path) -> None:
     ],
 )
 def test_python_for_several_processes_runs_in_as_many(page: Path, code: str, folder: Path) -> None:
-    ranks = re.search(r"--ranks (\d+)", code)
+    ranks = re.search(r"--num-processes (\d+)", code)
     assert ranks, f"{page.name} does not say how many"
     (folder / "train.py").write_text(code)
-    assert shell(f"stageline run --ranks {ranks[1]} train.py", folder) == 0
+    assert shell(f"stageline run --num-processes {ranks[1]} train.py", folder) == 0
 
 
 def commands() -> Iterator[tuple[Path, str]]:

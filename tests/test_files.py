@@ -1,4 +1,4 @@
-"""Files that are damaged, missing, or not files: an error that names them, and nothing else."""
+"""Files that are damaged, missing or no files give an error that names them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
-from stageline import cli
+from stageline.cli.options import ScheduleRequest, read_costs
 from stageline.errors import CostsError, PlanError, ScheduleError
 from stageline.files import read_bytes, read_json, read_text, write_text
 from stageline.planning.partition.pipedream_graph import parse_graph, read_graph
@@ -24,7 +24,7 @@ from stageline.schedules import csv
 
 READERS: dict[str, Callable[[Any], object]] = {
     "schedule": sl.Schedule.from_csv,
-    "costs": lambda path: cli._file_costs(Path(path)),
+    "costs": lambda path: read_costs(Path(path)),
     "profile": sl.Profile.load,
     "cluster": sl.Cluster.load,
     "plan": sl.Plan.load,
@@ -58,7 +58,7 @@ every_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
     ],
     ids=lambda content: repr(content[:12]),
 )
-def test_what_is_not_such_a_file_is_refused(
+def test_a_damaged_file_is_an_error(
     read: Callable[[Any], object], content: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged"
@@ -74,7 +74,9 @@ def test_what_is_not_such_a_file_is_refused(
 
 
 @every_reader
-def test_what_cannot_be_opened_is_refused(read: Callable[[Any], object], tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_is_an_error(
+    read: Callable[[Any], object], tmp_path: Path
+) -> None:
     (tmp_path / "pipe").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
@@ -94,17 +96,17 @@ def test_what_cannot_be_opened_is_refused(read: Callable[[Any], object], tmp_pat
         read(Path("a\0b"))
 
 
-def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_not_read_completely(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:
-        file.truncate(2**40)  # which takes no room
+        file.truncate(2**40)  # a sparse file
     with pytest.raises(PlanError, match="has more than 16MiB"):
         read_bytes(path, PlanError)
     with pytest.raises(ScheduleError, match="has more than 128MiB"):
         sl.Schedule.from_csv(path)
 
 
-def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
+def test_a_shell_pipe_can_be_read(tmp_path: Path) -> None:
     """As in `--costs <(command)`."""
     reading, writing = os.pipe()
     os.write(writing, b'{"forward": 2}')
@@ -117,7 +119,7 @@ def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
     assert read_text(tmp_path / "x", CostsError) == "é"
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     schedule = sl.build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     for target in (tmp_path, tmp_path / "missing" / "x.csv"):
         with pytest.raises(ScheduleError, match="cannot be written"):
@@ -155,7 +157,7 @@ PLAN = sl.plan(PROFILE, sl.Cluster(2, "1GiB"), batch_size=8, num_ranks=2, schedu
         ({"peak_memory": [1.0]}, "a peak of memory: the plan says 1, but its actions 2"),
         ({"actions": ["0F0 0B0", "1F0"]}, "1I0 is missing, and so is 1B0"),
         ({"actions": ["0F0 0X0"]}, "an action looks like 2F0"),
-        ({"actions": []}, "no forward in any row"),
+        ({"actions": []}, "no row has a forward"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
         ({"chosen": {"schedule": "zbw"}}, "schedule 'zbw' is not known: did you mean 'zbv'"),
@@ -164,7 +166,7 @@ PLAN = sl.plan(PROFILE, sl.Cluster(2, "1GiB"), batch_size=8, num_ranks=2, schedu
         ({"chosen": {"seconds": "fast"}}, "chosen.seconds: input should be a number"),
     ],
 )
-def test_a_plan_whose_parts_do_not_fit_is_refused_when_it_is_read(
+def test_loading_an_inconsistent_plan_is_an_error(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
@@ -179,7 +181,7 @@ def test_a_plan_whose_parts_do_not_fit_is_refused_when_it_is_read(
     assert "plan.json" in str(caught.value)
 
 
-def test_a_step_that_takes_no_time_is_printed() -> None:
+def test_a_plan_whose_steps_take_no_time_can_be_printed() -> None:
     free = LayerCost(0.0, 0.0, 0.0, 0, 0, 0, 0)
     profile = Profile(("a", "b"), (Measurement(1, (free, free), ()),))
     found = sl.plan(profile, sl.Cluster(2, "1GiB"), batch_size=4, schedules=["1f1b", "gpipe"])
@@ -207,16 +209,14 @@ def test_a_step_that_takes_no_time_is_printed() -> None:
         ),
     ],
 )
-def test_a_profile_that_does_not_fit_together_is_refused(
-    profile: dict[str, Any], message: str
-) -> None:
+def test_an_inconsistent_profile_is_an_error(profile: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {"names": ("a", "b"), "measurements": PROFILE.measurements}
     with pytest.raises(PlanError) as caught:
         Profile(**usual | profile)
     assert message in str(caught.value)
 
 
-def test_lines_of_a_graph_are_read_in_time_that_grows_with_their_length() -> None:
+def test_long_lines_of_a_graph_are_read_in_linear_time() -> None:
     for line in ("a=[" * 3_000, "x" * 9_999, "y" * 10_001, "1" * 5_000 + " -- A -- "):
         with pytest.raises(PlanError):
             parse_graph(line)
@@ -226,7 +226,7 @@ def test_lines_of_a_graph_are_read_in_time_that_grows_with_their_length() -> Non
     assert [layer.name for layer in graph.layers] == ["other", "node2", "node10", names[0]]
 
 
-# --- properties: whatever a file holds ---------------------------------------------------------
+# --- properties: files with arbitrary contents -------------------------------------------------
 
 quick = settings(
     max_examples=60,
@@ -244,7 +244,7 @@ values = st.recursive(
 
 @quick
 @given(rows=tables)
-def test_any_table_of_actions_is_a_schedule_or_refused(rows: list[list[str]]) -> None:
+def test_any_table_of_actions_is_a_schedule_or_an_error(rows: list[list[str]]) -> None:
     with suppress(ScheduleError):
         schedule = sl.Schedule.from_text(*(" ".join(row) for row in rows))
         sl.check(schedule)
@@ -253,14 +253,14 @@ def test_any_table_of_actions_is_a_schedule_or_refused(rows: list[list[str]]) ->
 
 @quick
 @given(text=st.text())
-def test_any_text_is_csv_or_refused(text: str) -> None:
+def test_any_text_is_csv_or_an_error(text: str) -> None:
     with suppress(ScheduleError):
         csv.parse(text)
 
 
 @quick
 @given(kind=st.sampled_from(sorted(READERS)), content=st.binary())
-def test_any_bytes_are_refused_by_every_reader(kind: str, content: bytes, tmp_path: Path) -> None:
+def test_any_bytes_are_read_or_an_error(kind: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     path.write_bytes(content)
     with suppress(sl.StagelineError):
@@ -272,7 +272,7 @@ def test_any_bytes_are_refused_by_every_reader(kind: str, content: bytes, tmp_pa
     name=st.sampled_from(["costs", "chosen", "actions", "balance", "others", "peak_memory"]),
     value=values,
 )
-def test_any_value_in_a_plan_is_read_or_refused(name: str, value: Any, tmp_path: Path) -> None:
+def test_any_value_in_a_plan_is_read_or_an_error(name: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
@@ -282,12 +282,12 @@ def test_any_value_in_a_plan_is_read_or_refused(name: str, value: Any, tmp_path:
 
 @quick
 @given(value=st.dictionaries(st.sampled_from(["forward", "links", "message", "retained"]), values))
-def test_any_value_in_a_file_of_costs_is_used_or_refused(
+def test_any_value_in_a_costs_file_is_used_or_an_error(
     value: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(value))
-    request = cli.Request(2, 2)
+    request = ScheduleRequest(2, 2)
     with suppress(sl.StagelineError):
-        timeline = replace(request, given=cli._file_costs(path)).run("1f1b")[1]
+        timeline = replace(request, costs=read_costs(path)).run("1f1b")[1]
         assert str(timeline)

@@ -17,10 +17,19 @@ import stageline
 
 SOURCE = Path(stageline.__file__).parent
 PACKAGES = [  # in the order of imports
-    *("errors", "arguments", "units", "limits", "files", "reference", "costs", "schedules"),
-    *("report", "simulation"),
-    *("model", "runtime", "planning", "pipeline", "checkpoint", "training"),
-    *("verification", "launch", "zoo", "demo", "cli", "__main__"),
+    *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
+    *("deprecated", "report", "simulation"),
+    *(
+        "torch_private",
+        "model",
+        "runtime",
+        "planning",
+        "pipeline_setup",
+        "pipeline",
+        "checkpoint",
+        "training",
+    ),
+    *("zoo", "cli", "__main__"),
 ]
 TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),
@@ -128,6 +137,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "Level",
         "Link",
         "ModelError",
+        "Options",
         "ParityError",
         "Pipeline",
         "Plan",

@@ -1,4 +1,4 @@
-"""Sizes and values that nothing can be made of get an error of Stageline's own, at once."""
+"""Sizes and values out of range give one of Stageline's own errors within a second."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline import cli
 from stageline.arguments import check_arguments, shown
-from stageline.launch import launch
+from stageline.cli.app import BAD_INPUT, main
+from stageline.cli.launch import launch
 from stageline.planning.partition.pipedream import partition
 from stageline.planning.partition.pipedream_graph import parse_graph
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.profiling.repeat import repeated
+from stageline.zoo.cases import grouped
 
 LAYER = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
 PROFILE = Profile(("a", "b"), (Measurement(1, (LAYER, LAYER), ()),))
@@ -45,7 +46,7 @@ def refused_in_a_second(call: Callable[[], object], *words: str) -> None:
 
 
 @pytest.mark.parametrize("name", sl.schedule_names())
-def test_no_schedule_is_built_that_no_memory_holds(name: str) -> None:
+def test_a_schedule_that_does_not_fit_in_memory_is_an_error(name: str) -> None:
     def build(**sizes: Any) -> Callable[[], sl.Schedule]:
         usual: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8}
         return lambda: sl.build_schedule(name, **usual | sizes)
@@ -61,7 +62,7 @@ def test_no_schedule_is_built_that_no_memory_holds(name: str) -> None:
     refused_in_a_second(build(num_ranks=4_000, num_microbatches=20_000), "5,000,000 at most")
 
 
-def test_the_limit_says_what_was_seen_what_is_possible_and_what_to_do() -> None:
+def test_the_error_says_what_was_given_what_the_limit_is_and_what_to_do() -> None:
     message = (
         "4 stages with 100000000000000 micro-batches are 400000000000000 forwards, but a schedule "
         "can have 5,000,000 at most: use at most 1,250,000 micro-batches, or fewer stages or "
@@ -81,14 +82,14 @@ def test_a_thousand_ranks_are_within_the_limits() -> None:
 
 
 def test_time_grows_with_the_ranks_and_not_with_their_square() -> None:
-    """Which took two minutes for 20,000 ranks."""
+    """Quadratic code took two minutes for 20,000 ranks."""
     start = time.process_time()
     sl.check(sl.build_schedule("1f1b", num_ranks=5_000, num_microbatches=1))
     assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("size", HUGE, ids=shown)
-def test_searches_clusters_and_plans_have_limits_too(size: int, tmp_path: Path) -> None:
+def test_searches_clusters_and_plans_have_limits(size: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     for call in (
@@ -113,17 +114,17 @@ def test_searches_clusters_and_plans_have_limits_too(size: int, tmp_path: Path) 
         refused_in_a_second(call)
 
 
-def test_a_pipeline_of_sizes_that_cannot_be_is_refused() -> None:
+def test_a_pipeline_of_impossible_sizes_is_an_error() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for sizes in ({"num_ranks": 10**11}, {"num_microbatches": 10**14}):
         given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 2} | sizes
-        refused_in_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **given))
+        refused_in_a_second(partial(sl.Pipeline, layers, nn.functional.mse_loss, **grouped(given)))
 
 
 @pytest.mark.parametrize(
     "value", [1e308, 1e61, 1e-308, math.inf, math.nan, 10**400, 10**5000], ids=shown
 )
-def test_amounts_whose_sums_would_overflow_are_refused(value: float) -> None:
+def test_amounts_whose_sums_would_overflow_are_an_error(value: float) -> None:
     for call in (
         lambda: sl.Costs(forward=value),
         lambda: sl.Costs(parameters=[1.0, value]),
@@ -138,7 +139,7 @@ def test_amounts_whose_sums_would_overflow_are_refused(value: float) -> None:
 
 
 def test_the_largest_amounts_are_simulated_drawn_and_planned() -> None:
-    """Next to the smallest ones, which makes quotients of them as large as they become."""
+    """Together with the smallest ones, which gives the largest quotients."""
     costs = sl.Costs(
         forward=[1e60, 1e-60], message=1e60, links=sl.Link(1e60, 1e-60), activation=1e60
     )
@@ -148,37 +149,37 @@ def test_the_largest_amounts_are_simulated_drawn_and_planned() -> None:
     assert "makespan" in str(timeline)
 
 
-NOTHING: tuple[Any, ...] = (None, 3, 1.5, "x", b"x", [], [None], {}, object(), float("nan"))
+WRONG_VALUES: tuple[Any, ...] = (None, 3, 1.5, "x", b"x", [], [None], {}, object(), float("nan"))
 SCHEDULE = sl.build_schedule("1f1b", num_ranks=2, num_microbatches=2)
 
 
-@pytest.mark.parametrize("value", NOTHING, ids=lambda value: type(value).__name__)
-def test_values_of_any_type_are_told_at_the_door(value: Any) -> None:
-    def but(*fitting: object, other: Any = None) -> Any:
-        """The value, or another one where this would do."""
-        return other if any(value == each for each in fitting) else value
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_of_a_wrong_type_is_an_error_where_it_is_passed(value: Any) -> None:
+    def unless(*valid: object, other: Any = None) -> Any:
+        """Return the value, or another one if it would be valid."""
+        return other if any(value == each for each in valid) else value
 
     calls: list[Callable[[], object]] = [
         lambda: sl.check(value),
         lambda: sl.simulate(value),
         lambda: sl.lower(value),
-        lambda: sl.Schedule(but([], {}), (0,)),
-        lambda: sl.Schedule(SCHEDULE.actions, but([], {})),
-        lambda: sl.Schedule.from_text(but("x")),
+        lambda: sl.Schedule(unless([], {}), (0,)),
+        lambda: sl.Schedule(SCHEDULE.actions, unless([], {})),
+        lambda: sl.Schedule.from_text(unless("x")),
         lambda: sl.Schedule.from_csv(value),
         lambda: sl.build_schedule(value, num_ranks=2, num_microbatches=2),
-        lambda: sl.build_schedule("1f1b", num_ranks=but(3), num_microbatches=2),
-        lambda: sl.Costs(forward=but(3, 1.5, [])),
-        lambda: sl.Costs(links=but({})),
-        lambda: sl.Link(latency=but(3, 1.5)),
-        lambda: sl.Link(bandwidth=but(3, 1.5)),
-        lambda: sl.Cluster(but(3), "1GiB"),
-        lambda: sl.Cluster(2, but(3, 1.5, other="x")),
+        lambda: sl.build_schedule("1f1b", num_ranks=unless(3), num_microbatches=2),
+        lambda: sl.Costs(forward=unless(3, 1.5, [])),
+        lambda: sl.Costs(links=unless({})),
+        lambda: sl.Link(latency=unless(3, 1.5)),
+        lambda: sl.Link(bandwidth=unless(3, 1.5)),
+        lambda: sl.Cluster(unless(3), "1GiB"),
+        lambda: sl.Cluster(2, unless(3, 1.5, other="x")),
         lambda: sl.plan(value, CLUSTER, batch_size=4),
         lambda: sl.plan(PROFILE, value, batch_size=4),
-        lambda: sl.plan(PROFILE, CLUSTER, batch_size=but(3)),
+        lambda: sl.plan(PROFILE, CLUSTER, batch_size=unless(3)),
         lambda: sl.plan(PROFILE, CLUSTER, batch_size=4, optimizer=value),
-        lambda: sl.search_schedule(but(3), 4),
+        lambda: sl.search_schedule(unless(3), 4),
         lambda: sl.Plan.load(value),
         lambda: sl.Profile.load(value),
         lambda: sl.Cluster.load(value),
@@ -195,7 +196,7 @@ def test_values_of_any_type_are_told_at_the_door(value: Any) -> None:
         refused_in_a_second(call)
 
 
-def test_actions_that_are_not_what_they_should_be_are_refused() -> None:
+def test_invalid_actions_are_an_error() -> None:
     forward, backward = SCHEDULE.actions[0][0], SCHEDULE.actions[0][2]
 
     def check(rows: Any, placement: Any = (0,)) -> None:
@@ -209,14 +210,14 @@ def test_actions_that_are_not_what_they_should_be_are_refused() -> None:
             forward._replace(peer=wrong),
             forward._replace(version=wrong),
         ):
-            refused_in_a_second(partial(check, [[action, backward]]), "whole numbers")
+            refused_in_a_second(partial(check, [[action, backward]]), "integers")
     for wrong in ([["0F0"]], [[None]], [None], ["0F0"], [forward], [[(0, "F", 0)]]):
-        refused_in_a_second(partial(check, wrong), "actions has")
+        refused_in_a_second(partial(check, wrong), "actions contains")
     for wrong in ((0, 5), (0, -1), (0, True), ("0", "1"), (0.0, 1.0)):
         refused_in_a_second(partial(check, SCHEDULE.actions, wrong))
 
 
-def test_costs_that_have_no_numbers_are_refused() -> None:
+def test_costs_without_numbers_are_an_error() -> None:
     class Odd:
         def tolist(self) -> object:
             raise RuntimeError("no")
@@ -226,12 +227,12 @@ def test_costs_that_have_no_numbers_are_refused() -> None:
 
     refused_in_a_second(lambda: sl.Costs(forward=Odd()), "forward is a Odd")  # type: ignore[arg-type]
     meta: Any = torch.ones(2, device="meta")
-    refused_in_a_second(lambda: sl.Costs(forward=meta), "which has no numbers")
+    refused_in_a_second(lambda: sl.Costs(forward=meta), "which cannot be converted to numbers")
     refused_in_a_second(lambda: sl.Costs().per_stage("speed", 2), "'speed' is not known")
-    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' is given")
+    refused_in_a_second(lambda: sl.Costs.of_a_rank(1, speed=2), "'speed' was given")
 
 
-def test_annotations_are_what_arguments_are_held_to() -> None:
+def test_arguments_are_checked_against_annotations() -> None:
     def draw(
         sizes: tuple[int, ...] = (), scale: float = 1.0, names: dict[str, int] | None = None
     ) -> None:
@@ -255,15 +256,15 @@ def test_a_value_in_an_error_is_short() -> None:
         ["draw", "1f1b", "-p", "100000000000"],
         ["draw", "zbv", "-m", "100000000000000"],
         ["simulate", "interleaved_1f1b", "-v", "100000000000"],
-        ["simulate", "pipedream", "--minibatches", "1000000000000"],
+        ["simulate", "pipedream", "--num-minibatches", "1000000000000"],
         ["simulate", "hanayo", "-v", "9" * 4000],
         ["draw", "zb_1p", "-p", "9" * 4000],
         ["draw", "1f1b", "--forward", "1e308"],
         ["draw", "1f1b", "--transfer", "9" * 5000],
         ["draw", "zb_2p", "--memory-limit", "9" * 5000],
-        ["run", "--ranks", "100000000000", __file__],
+        ["run", "--num-processes", "100000000000", __file__],
         ["run", "--max-restarts", "-1", __file__],
-        ["plan", "x.json", "--devices", "1000000000", "--memory", "1GiB", "--batch", "4"],
+        ["plan", "x.json", "--num-devices", "1000000000", "--memory", "1GiB", "--batch-size", "4"],
     ],
     ids=lambda words: " ".join(words)[:60],
 )
@@ -273,9 +274,9 @@ def test_the_command_line_has_the_same_limits(
     monkeypatch.setattr("sys.argv", ["stageline", *words])
     start = time.process_time()
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main()
     assert time.process_time() - start < 1.5  # with an import, and typer's own work
-    assert stop.value.code == cli.BAD_INPUT
+    assert stop.value.code == BAD_INPUT
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert len(message.splitlines()) == 1

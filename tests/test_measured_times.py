@@ -34,7 +34,7 @@ def build() -> Iterator[Build]:
 
 
 def idle_shares(pipe: sl.Pipeline) -> dict[str, float]:
-    """Medians of what each reason of idle time took, once the threads are there."""
+    """Return the median idle time by reason, after the threads have started."""
     batch = torch.ones(8, 1), torch.zeros(8, 1)
     pipe.step(*batch)
     found = [shares_of_a_step(pipe, *batch) for _ in range(5)]
@@ -42,9 +42,10 @@ def idle_shares(pipe: sl.Pipeline) -> dict[str, float]:
 
 
 def shares_of_a_step(pipe: sl.Pipeline, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Of ranks × makespan."""
-    with pipe.trace() as timeline:
+    """Return idle time by reason, as a share of ranks × makespan."""
+    with pipe.trace() as trace:
         pipe.step(x, y)
+    timeline = trace.timeline
     for idle, busy in zip(timeline.idle, timeline.busy, strict=True):
         assert sum(idle) == pytest.approx(timeline.makespan - busy, rel=1e-6)
         assert min(idle) >= 0
@@ -78,9 +79,9 @@ def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_f
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
 
     def traced() -> sl.Timeline:
-        with pipe.trace() as timeline:
+        with pipe.trace() as trace:
             pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return timeline
+        return trace.timeline
 
     before = [traced() for _ in range(3)]
     found = pipe.replan(optimizer, before)

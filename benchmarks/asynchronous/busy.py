@@ -26,7 +26,7 @@ from torch.optim import SGD
 
 import stageline as sl
 from stageline.report.timeline import Timeline
-from stageline.schedules.program.stream import streamed
+from stageline.schedules.program.stream import as_stream
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, MINIBATCHES = 4, 4, 32
@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 def simulated(name: str, milliseconds: float) -> Timeline:
     if name == "1f1b":
         flushed = sl.build_schedule(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
-        schedule = streamed(flushed, MINIBATCHES)
+        schedule = as_stream(flushed, MINIBATCHES)
     else:
         schedule = sl.build_schedule(
             name,
@@ -59,15 +59,16 @@ def measured(name: str, milliseconds: float, backend: str, runs: int) -> list[Ti
         num_microbatches=MICROBATCHES,
         schedule=name,
         backend=backend,
-        optimizer=lambda parameters: SGD(parameters, 0.0),  # weights stay 1.0
+        optimizer_fn=lambda parameters: SGD(parameters, 0.0),
     )
     batch = torch.ones(MICROBATCHES, 1), torch.ones(MICROBATCHES, 1)
     timelines = []
     with closing(pipe):
         list(pipe.run([batch] * 4))
         for _ in range(runs):
-            with pipe.trace() as timeline:
+            with pipe.trace() as trace:
                 list(pipe.run([batch] * MINIBATCHES))
+            timeline = trace.timeline
             timelines.append(timeline)
     return timelines
 

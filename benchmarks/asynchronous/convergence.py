@@ -99,15 +99,19 @@ def pipeline(setting: Setting, num_updates: int) -> sl.Pipeline:
         loss,
         num_ranks=RANKS,
         num_microbatches=setting.way.num_microbatches,
-        schedule=setting.way.schedule,
-        vertical_sync=setting.way.vertical_sync,
+        schedule=sl.build_schedule(
+            setting.way.schedule,
+            num_ranks=RANKS,
+            num_microbatches=setting.way.num_microbatches,
+            vertical_sync=setting.way.vertical_sync,
+        ),
         balance=[3, 2, 2, 3],
         backend="serial",
-        seed=setting.seed,
-        optimizer=optimizer,
-        scheduler=lambda each: LambdaLR(
+        optimizer_fn=optimizer,
+        scheduler_fn=lambda each: LambdaLR(
             each, lambda step: min((step + 1) / WARM_UP, 1 - step / num_updates)
         ),
+        options=sl.Options(seed=setting.seed),
     )
 
 

@@ -20,7 +20,7 @@ from benchmarks.asynchronous.outcome import (
     shared_rate,
 )
 
-from stageline.report.svg.frame import ticks
+from stageline.report.svg.geometry import axis_times
 
 # Okabe and Ito's palette, as in report/palette.py
 COLOURS = {
@@ -126,7 +126,7 @@ def _panel(
 
 
 def _axes(end: float, low: float, high: float) -> Iterator[str]:
-    for thousands in ticks(end, 6):
+    for thousands in axis_times(end, 6):
         x = WIDTH * thousands / end
         yield f'<path class="grid" d="M{x:.1f} 0V{HEIGHT:g}"/>'
         label = f"{thousands:g}" + (" thousand tokens" if not thousands else "")

@@ -1,4 +1,4 @@
-"""Arguments of the wrong type or size, told at the door and not three rooms further on."""
+"""Check the types and sizes of arguments, so that a wrong one is an error where it is passed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from stageline.errors import ModelError, ScheduleError, StagelineError
 
-SHORT = 60  # characters of a value in an error
-MOST_ITEMS = 30  # of a collection that an error may show
+SHORT = 60  # the most characters of a value that an error shows
+MOST_ITEMS = 30  # the most items of a collection that an error shows
 
 
 def check_size(
     name: str, size: object, least: int = 1, error: type[StagelineError] = ScheduleError
 ) -> None:
-    """Raise unless a value is a whole number from `least` up."""
+    """Raise unless a value is an integer of at least `least`."""
     if isinstance(size, bool) or not isinstance(size, int) or size < least:
         raise error(f"{name} is {shown(size)}, but has to be a whole number from {least} up")
 
@@ -38,7 +38,7 @@ def check_type(
     hint: str,
     error: type[StagelineError] = ScheduleError,
 ) -> None:
-    """Raise unless a value is of one of these types; `hint` says where to get one."""
+    """Raise unless a value has one of these types; `hint` tells the user how to get one."""
     if not isinstance(value, types):
         kinds = types if isinstance(types, tuple) else (types,)
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -58,8 +58,8 @@ def check_arguments(
 ) -> None:
     """Raise if an argument is not of the type that the function's own annotations name.
 
-    Public functions call it first, with their `locals()`. A subclass fits, an int fits a float, and
-    True is not a number. Of collections the items are looked at too.
+    Public functions call it first, with their `locals()`. A subclass is accepted, an int is
+    accepted as a float, and True is not a number. The items of collections are checked too.
 
     >>> def draw(sizes: Sequence[int], name: str = "") -> None:
     ...     check_arguments(draw, locals())
@@ -73,7 +73,7 @@ def check_arguments(
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: what would be long, or fails, by its type and size.
+    """Return a value as errors show it: by type and size if its repr is long or raises.
 
     >>> shown("1f1b"), shown([0] * 1000), shown(10**5000)
     ("'1f1b'", 'a list of 1000', 'a number of 5001 digits')
@@ -88,17 +88,17 @@ def shown(value: object) -> str:
         if count > MOST_ITEMS:
             return f"a {type(value).__name__} of {count}"
     if isinstance(value, str | bytes) and len(value) > SHORT:
-        return f"{value[: SHORT // 2]!r} and {len(value) - SHORT // 2} characters more"
+        return f"{value[: SHORT // 2]!r} and {len(value) - SHORT // 2} more characters"
     try:
         text = repr(value)
-    except Exception:  # the same
+    except Exception:  # as above
         text = ""
     return text if 0 < len(text) <= SHORT else f"a {type(value).__name__}"
 
 
 @cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """By parameter; none for those whose annotations name what only type checkers import."""
+    """Return the type of each parameter; nothing if one is imported only for type checkers."""
     try:
         found = get_type_hints(function)
     except NameError:
@@ -122,14 +122,14 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if not isinstance(hint, type):
-        return True  # Any, and variables of types
+        return True  # Any, and type variables
     if isinstance(value, bool):
         return hint in (bool, object)
     return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _is_filled(value: object, origin: type, parts: tuple[Any, ...]) -> bool:
-    """Whether a value is a collection of a kind, or a function; items that wait are left alone."""
+    """Return whether a value is a function or a collection of such items; iterators pass."""
     if not isinstance(value, origin) or isinstance(value, str | bytes):
         return False
     if isinstance(value, Mapping):
@@ -144,7 +144,7 @@ MANY = {int: "whole numbers", float: "numbers", str: "texts", bool: "True or Fal
 
 
 def _described(hint: Any) -> str:
-    """Return what would fit, in words."""
+    """Describe the values that an annotation accepts."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _described(parts[0])

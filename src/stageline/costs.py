@@ -1,4 +1,4 @@
-"""What a stage costs in time and memory: numbers, one for all stages or one for each."""
+"""Define `Costs`: the time and memory of each stage, as one number for all or one per stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Link:
-    """A one-way connection between two ranks: a fixed latency, then bytes over bandwidth.
+    """A one-way connection between two ranks, with a fixed latency and a bandwidth.
 
-    Messages on one link follow each other: the bytes of the second wait for those of the first.
+    Messages on a link queue: the bytes of the second are sent after those of the first.
     """
 
     latency: float = 0.0
@@ -29,15 +29,15 @@ class Link:
         if not isinstance(self.bandwidth, float) or self.bandwidth != math.inf:
             object.__setattr__(self, "bandwidth", _number("bandwidth", self.bandwidth))
         if not self.bandwidth:
-            raise CostsError("bandwidth is 0, but a link has to carry something: give more")
+            raise CostsError("bandwidth is 0, but must be positive: use math.inf for no limit")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times and bytes of the stages of a pipeline, for one micro-batch.
+    """The times and bytes of the stages of a pipeline, for one micro-batch.
 
-    Each is a number, or one number per stage, in any unit that suits you. What a stage writes
-    travels on, and its gradient back, in `transfer[stage]` plus what the link takes.
+    Each is a number, or one number per stage, in any unit. A stage's output, and later its
+    gradient, takes `transfer[stage]` plus the time of the link to reach the other stage.
 
     >>> costs = Costs(forward=[1.0, 1.5], input_grad=2.0)
     >>> costs.per_stage("forward", 2), costs.per_stage("input_grad", 2)
@@ -50,21 +50,20 @@ class Costs:
     transfer: PerStage = 0.0
 
     activation: PerStage = 1.0  # held from the start of F to the end of I (or B)
-    retained: PerStage | None = (
-        None  # the part of it still held until the end of W; all of it by default
-    )
+    # the part of the activation held until the end of W; by default all of it
+    retained: PerStage | None = None
 
-    waiting: PerStage = 0.0  # gradients held from the end of I to the end of W beside that
+    waiting: PerStage = 0.0  # gradients held from the end of I to the end of W, in addition
 
-    recompute: PerStage = 0.0  # time to run the forward again, in front of I or B
-    working_set: PerStage = 0.0  # held only while I or B runs: what recomputation brings back
+    recompute: PerStage = 0.0  # time of the second forward, added to I or B
+    working_set: PerStage = 0.0  # held only while I or B runs: the recomputed activations
 
-    parameters: PerStage = 0.0  # of one version of the weights
+    parameters: PerStage = 0.0  # bytes of one version of the weights
     gradients: PerStage = 0.0
     optimizer_state: PerStage = 0.0
 
-    message: PerStage = 0.0  # bytes that a stage sends on
-    # one for all, or by (from, to) rank; a pair that is not named costs nothing
+    message: PerStage = 0.0  # bytes of a stage's output
+    # one for all pairs of ranks, or by (from, to); other pairs are then free
     links: Link | Mapping[tuple[int, int], Link] = field(default_factory=Link)
     reduce: PerStage = 0.0  # time of a stage's gradient reduction over replicas
     step: PerStage = 0.0  # time of a stage's optimizer step
@@ -80,13 +79,12 @@ class Costs:
 
     @staticmethod
     def of_a_rank(chunks_per_rank: int = 1, **shares: Any) -> Costs:
-        """The costs of stages from those of a whole rank, which holds so many of them.
+        """Return costs per stage from costs per rank, for a rank that holds several stages.
 
-        A number is a rank's share of the model and is split evenly over its chunks, so that
-        schedules with one chunk and with several are of the same model; a list has a value for
-        each stage, and `transfer`, `message` and `links` are between stages: they stay as they are.
-        What is not given is 1 for a rank where `Costs()` has 1 for a stage. The command line takes
-        its costs so.
+        A number is divided evenly over the rank's chunks, so that schedules with one chunk and
+        with several describe the same model. A list has a value for each stage and is not divided,
+        nor are `transfer`, `message` and `links`, which are between stages. Defaults of 1 are for
+        a rank here. The command line interprets its costs in this way.
 
         >>> costs = Costs.of_a_rank(2, forward=1.1, transfer=0.05)
         >>> costs.forward, costs.input_grad, costs.transfer
@@ -96,7 +94,7 @@ class Costs:
         check_most("chunks_per_rank", chunks_per_rank, MOST_STAGES)
         if unknown := sorted(shares.keys() - {*PER_STAGE, "links"}):
             raise CostsError(
-                f"{shown(unknown[0])} is given, but costs are {', '.join(PER_STAGE)} and links"
+                f"{shown(unknown[0])} was given, but costs are {', '.join(PER_STAGE)} and links"
             )
         values = dict.fromkeys(UNIT, 1.0) | shares
         values.setdefault("retained", values["activation"])
@@ -107,7 +105,7 @@ class Costs:
         return Costs(**values)
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
-        """The values of one field, spelled out for every stage."""
+        """Return the values of one field, one for every stage."""
         if name not in PER_STAGE:
             raise CostsError(f"{shown(name)} is not known, but costs are {', '.join(PER_STAGE)}")
         value: float | tuple[float, ...] = getattr(self, name)
@@ -116,14 +114,14 @@ class Costs:
         if len(value) != num_stages:
             raise CostsError(
                 f"{name} has {len(value)} values, but the schedule has {num_stages} stages: "
-                f"give one number, or {num_stages}"
+                f"give one number, or {num_stages} numbers"
             )
         return value
 
     def per_rank(
         self, name: str, placement: Sequence[int], replicas: Sequence[int] = ()
     ) -> list[float]:
-        """The sum of one field over the stages of each rank; every replica of a stage counts.
+        """Return the sum of one field over the stages of each rank; each replica counts.
 
         >>> Costs(parameters=[1, 5]).per_rank("parameters", placement=(0, 2), replicas=(2, 1))
         [1.0, 1.0, 5.0]
@@ -137,23 +135,23 @@ class Costs:
         return totals
 
     def static(self, placement: Sequence[int], replicas: Sequence[int] = ()) -> list[float]:
-        """By rank, what is held all the time: parameters, gradients and optimizer state."""
+        """Return what each rank always holds: parameters, gradients and optimizer state."""
         fields = ("parameters", "gradients", "optimizer_state")
         parts = (self.per_rank(name, placement, replicas) for name in fields)
         return [sum(sizes) for sizes in zip(*parts, strict=True)]
 
     def check_num_stages(self, num_stages: int) -> None:
-        """Raise if any field has another number of values."""
+        """Raise `CostsError` if a field has another number of values."""
         for name in PER_STAGE:
             self.per_stage(name, num_stages)
 
     def is_set(self, name: str) -> bool:
-        """Whether a field costs anything on any stage."""
+        """Return whether a field is positive on any stage."""
         value: float | tuple[float, ...] = getattr(self, name)
         return any(value) if isinstance(value, tuple) else value > 0
 
     def link(self, source: int, target: int) -> Link:
-        """The link from one rank to another; a rank reaches itself for nothing."""
+        """Return the link from one rank to another; from a rank to itself it is free."""
         if isinstance(self.links, Link):
             return self.links if source != target else Link()
         return self.links.get((source, target), Link())
@@ -178,8 +176,8 @@ class Costs:
         for stage, (retained, activation) in enumerate(pairs):
             if retained > activation:
                 raise CostsError(
-                    f"retained is {retained} on stage {stage}, but it is the part of activation, "
-                    f"{activation}, that W still needs: give at most that"
+                    f"retained is {retained} on stage {stage}, but it is the part of activation "
+                    f"that W needs: use at most {activation}, its activation"
                 )
 
     def _check_links(self) -> None:
@@ -188,19 +186,19 @@ class Costs:
             is_pair = isinstance(pair, tuple) and [type(rank) for rank in pair] == [int, int]
             if not is_pair or not isinstance(link, Link):
                 raise CostsError(
-                    f"links has {shown(pair)}: {shown(link)}, but holds a Link for each (from, to) "
-                    "pair of ranks, or is one Link for all"
+                    f"links contains {shown(pair)}: {shown(link)}, but must have a Link for each "
+                    "(from, to) pair of ranks, or be one Link for all"
                 )
 
 
 PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
-UNIT = ("forward", "input_grad", "weight_grad", "activation")  # 1 unless given
-BETWEEN_STAGES = ("transfer", "message", "links")  # no rank's share of anything
+UNIT = ("forward", "input_grad", "weight_grad", "activation")  # 1 by default
+BETWEEN_STAGES = ("transfer", "message", "links")  # not divided over the chunks of a rank
 
 
 def _numbers(name: str, value: object) -> float | tuple[float, ...]:
-    """A float, or a tuple of them; anything negative, infinite or not a number is refused."""
-    value = _plain(name, value)
+    """Return a float or a tuple of floats; raise `CostsError` for anything else."""
+    value = _without_array(name, value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(_number(f"{name}[{stage}]", item) for stage, item in enumerate(value))
     return _number(name, value)
@@ -208,23 +206,25 @@ def _numbers(name: str, value: object) -> float | tuple[float, ...]:
 
 @runtime_checkable
 class _Array(Protocol):
-    """What numpy and torch give: arrays, tensors, and their single numbers."""
+    """The arrays, tensors and scalars of numpy and torch."""
 
     def tolist(self) -> object: ...
 
 
-def _plain(name: str, value: object) -> object:
-    """An array or tensor as numbers; anything else as it is."""
+def _without_array(name: str, value: object) -> object:
+    """Return an array or tensor as Python numbers, and anything else unchanged."""
     if isinstance(value, int | float | list | tuple | None) or not isinstance(value, _Array):
         return value
     try:
         return value.tolist()
-    except Exception as error:  # a tensor on the meta device, or a class of the user's own
-        raise CostsError(f"{name} is {shown(value)}, which has no numbers: {error}") from error
+    except Exception as error:  # a tensor on the meta device, or a user's own class
+        raise CostsError(
+            f"{name} is {shown(value)}, which cannot be converted to numbers: {error}"
+        ) from error
 
 
 def _number(name: str, value: object) -> float:
-    value = _plain(name, value)
+    value = _without_array(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CostsError(f"{name} is {shown(value)}, but a cost is a number >= 0")
     if not 0 <= value < math.inf:

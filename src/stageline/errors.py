@@ -1,22 +1,22 @@
-"""Every exception that Stageline raises on purpose.
+"""Define all exceptions that Stageline raises.
 
     StagelineError
     ├── ScheduleError (ValueError)   a schedule or program that breaks a rule, or cannot be built
     ├── CostsError (ValueError)      costs that are negative, missing, or of the wrong length
-    ├── ReportError (ValueError)     a picture in a format that there is none for
-    ├── ModelError (ValueError)      a model that cannot be seen as layers, or cut into stages
-    ├── BatchError (ValueError)      inputs and targets that cannot be cut into micro-batches
-    ├── PlanError (ValueError)       a profile, cluster or plan that makes no sense, or does not fit
-    ├── CheckpointError (ValueError) a checkpoint that cannot be written, or does not fit
-    ├── StageError (RuntimeError)    a layer that raised: where, in which action, and its cause
-    └── ParityError (RuntimeError)   a pipeline whose numbers are not those of a plain loop
+    ├── ReportError (ValueError)     a timeline that cannot be drawn, or an unknown file format
+    ├── ModelError (ValueError)      a model that cannot be split into layers or stages
+    ├── BatchError (ValueError)      inputs and targets that cannot be split into micro-batches
+    ├── PlanError (ValueError)       an invalid profile, cluster or plan, or one that does not fit
+    ├── CheckpointError (ValueError) a checkpoint that cannot be written, read or used
+    ├── StageError (RuntimeError)    a layer raised: where, in which action, and the cause
+    └── ParityError (RuntimeError)   a pipeline whose numbers differ from those of a plain loop
 
-A message says what was seen, what was expected and what to do, in that order.
+A message says what was observed, what was expected and what to do, in that order.
 """
 
 
 class StagelineError(Exception):
-    """The root: `except StagelineError` catches everything that Stageline raises on purpose."""
+    """The base class of all exceptions that Stageline raises."""
 
 
 class ScheduleError(StagelineError, ValueError):
@@ -24,19 +24,19 @@ class ScheduleError(StagelineError, ValueError):
 
 
 class CostsError(StagelineError, ValueError):
-    """Costs that make no sense for the schedule they are used with."""
+    """Costs that are invalid, or do not match the schedule."""
 
 
 class ReportError(StagelineError, ValueError):
-    """A timeline asked for in a form that it cannot take."""
+    """A timeline that cannot be drawn, or a file format that is not supported."""
 
 
 class ModelError(StagelineError, ValueError):
-    """A model whose layers are not known, or that does not fit the number of stages."""
+    """A model that cannot be split into layers, or into the number of stages."""
 
 
 class BatchError(StagelineError, ValueError):
-    """A mini-batch that cannot be cut into micro-batches."""
+    """A mini-batch that cannot be split into micro-batches."""
 
 
 class PlanError(StagelineError, ValueError):
@@ -44,12 +44,12 @@ class PlanError(StagelineError, ValueError):
 
 
 class CheckpointError(StagelineError, ValueError):
-    """A checkpoint that is not there, not whole, not of this model, or could not be written."""
+    """A checkpoint that is missing, incomplete, of another model, or could not be written."""
 
 
 class StageError(StagelineError, RuntimeError):
-    """A layer raised. The message names rank, layer and action; `__cause__` is what it raised."""
+    """A layer raised; the message names rank, layer and action, `__cause__` is the original."""
 
 
 class ParityError(StagelineError, RuntimeError):
-    """The first gradient or buffer that differs from a plain loop's, and by how much."""
+    """A gradient or buffer differs from that of a plain loop; the message says by how much."""

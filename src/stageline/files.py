@@ -1,8 +1,8 @@
-"""Files from outside, read and written through one door.
+"""Read and write the user's files, which may hold anything.
 
     path ─► is it a file? ─► is it small enough? ─► is it text? ─► is it JSON, not too deep?
 
-Each "no" is an error of Stageline's own that names the file: what is in it can be anything.
+If an answer is no, the error is one of Stageline's own and names the file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from stageline.errors import StagelineError
 from stageline.limits import MOST_FILE_BYTES
 from stageline.units import format_bytes
 
-OPEN_PIPES = ("/dev/fd/", "/proc/self/fd/")  # what a shell gives for <(command)
-LONGEST_PATH = 500  # characters that an error shows
+OPEN_PIPES = ("/dev/fd/", "/proc/self/fd/")  # paths that a shell gives for <(command)
+LONGEST_PATH = 500  # the most characters of a path that an error shows
 AnyPath = str | os.PathLike[str]
 
 
 def read_bytes(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_BYTES) -> bytes:
-    """Return what a file holds; raise `error` if it cannot be read or is too large."""
+    """Return the contents of a file; raise `error` if it cannot be read or is too large."""
     place = checked_path(path, error)
     try:
         kind = place.stat().st_mode
@@ -37,14 +37,14 @@ def read_bytes(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE
         raise error(f"{_name(place)} cannot be read: {problem.strerror}") from problem
     if len(found) > most:
         raise error(
-            f"{_name(place)} has more than {format_bytes(most)}, but such a file has less: "
-            "is it the right one?"
+            f"{_name(place)} has more than {format_bytes(most)}, which is the limit for such "
+            "files: is it the right one?"
         )
     return found
 
 
 def read_text(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_BYTES) -> str:
-    """Return the text of a file in UTF-8, with or without a byte order mark."""
+    """Return the text of a UTF-8 file, with or without a byte order mark."""
     found = read_bytes(path, error, most)
     try:
         text = found.decode("utf-8-sig")
@@ -62,8 +62,8 @@ def read_text(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_
 
 
 def read_json(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_BYTES) -> Any:
-    """Return the value of a JSON file."""
-    import json  # noqa: PLC0415  schedules and timelines do without
+    """Return the value in a JSON file."""
+    import json  # noqa: PLC0415  not needed for schedules and timelines
 
     text = read_text(path, error, most)
     try:
@@ -76,7 +76,7 @@ def read_json(path: AnyPath, error: type[StagelineError], most: int = MOST_FILE_
 
 
 def write_bytes(path: AnyPath, data: bytes, error: type[StagelineError]) -> None:
-    """Write a file; raise `error` if that is not possible."""
+    """Write a file; raise `error` if it cannot be written."""
     place = checked_path(path, error)
     try:
         place.write_bytes(data)
@@ -85,7 +85,7 @@ def write_bytes(path: AnyPath, data: bytes, error: type[StagelineError]) -> None
 
 
 def write_text(path: AnyPath, text: str, error: type[StagelineError]) -> None:
-    """Write a file in UTF-8; raise `error` if that is not possible."""
+    """Write a UTF-8 file; raise `error` if it cannot be written."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), error)
 
 
@@ -95,7 +95,7 @@ def _name(path: AnyPath) -> str:
 
 
 def checked_path(path: object, error: type[StagelineError]) -> Path:
-    """Return a path, or raise `error` if it is none."""
+    """Return a value as a path; raise `error` if it cannot be one."""
     if not isinstance(path, str | os.PathLike):
         raise error(f"the path is {shown(path)}, but has to be text or a Path")
     text = os.fspath(path)

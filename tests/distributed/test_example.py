@@ -30,7 +30,7 @@ def run(*command: str) -> str:
 @pytest.mark.slow
 def test_one_process_and_two_train_to_the_same_bits(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("threads", "processes")]
-    starts: tuple[list[str], ...] = ([], ["-m", "stageline", "run", "--ranks", "2"])
+    starts: tuple[list[str], ...] = ([], ["-m", "stageline", "run", "--num-processes", "2"])
     for folder, start in zip(folders, starts, strict=True):
         told = run(*start, SCRIPT, "--steps", "4", "--folder", str(folder))
         assert told.count("step 4   loss") == 1  # one of the ranks says so

@@ -61,7 +61,7 @@ def told_and_saved(ended: subprocess.CompletedProcess[str], path: Path) -> bool:
 
 def test_the_command_starts_processes_and_writes_a_cluster_that_plans_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    ended = stageline("profile", "--links", "--ranks", "2", "--save", str(path))
+    ended = stageline("links", "--num-processes", "2", "--save", str(path))
     assert told_and_saved(ended, path)
 
 
@@ -69,7 +69,7 @@ def test_the_command_starts_processes_and_writes_a_cluster_that_plans_read(tmp_p
 def test_the_command_takes_part_in_a_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "stageline", "profile", "--links"]
+    command += ["--nproc-per-node", "2", "-m", "stageline", "links"]
     command += ["--memory", "2GiB", "--save", str(path)]
     ended = subprocess.run(
         command,
@@ -86,7 +86,7 @@ def test_the_command_takes_part_in_a_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", ["lots", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_memory_that_is_none_is_told_once(memory: str, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.json")
-    ended = stageline("profile", "--links", "--ranks", "2", "--memory", memory, "--save", path)
+    ended = stageline("links", "--num-processes", "2", "--memory", memory, "--save", path)
     assert ended.returncode == 2
     assert ended.stderr.count("error: ") == 1
     assert "memory is" in ended.stderr

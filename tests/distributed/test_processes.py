@@ -21,7 +21,7 @@ def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> Non
 def test_what_one_rank_cannot_do_right_is_refused_by_all() -> None:
     for ended in launch("refused", 2):
         assert ended.code == 0, ended.output
-        assert "'1.table' was made from the meta device, but nothing has filled it" in ended.output
+        assert "'1.table' was on the meta device and is not initialized" in ended.output
         assert "the buffer '1.mean' was changed by a forward" in ended.output
         assert "the output has None in micro-batch 0 and a tensor of shape (2, 4)" in ended.output
         assert "inputs have mask, but layers read only x" in ended.output
@@ -108,7 +108,7 @@ def test_a_model_that_no_process_can_hold_is_trained_by_two() -> None:
 
 @pytest.mark.slow
 def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
-    """`stageline run --ranks 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
+    """`stageline run -n 3 tests/distributed/workers/endurance.py 100 1000` is the long one."""
     for ended in launch("endurance", 3, "30", "80"):
         assert ended.code == 0, ended.output
         assert "no growth" in ended.output
@@ -130,7 +130,7 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
             *("first", "stop", "for all ranks to share a plan, longer"),
             marks=pytest.mark.slow,
         ),
-        ("step", "shapes", "do all ranks have batches of the same shapes and types?"),
+        ("step", "shapes", "do all ranks have batches of the same shapes and dtypes?"),
     ],
 )
 def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message: str) -> None:

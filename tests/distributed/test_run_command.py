@@ -36,7 +36,7 @@ def stageline(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_runs_as_several_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    ended = stageline("run", "--ranks", "2", str(script), "--lr", "0.1")
+    ended = stageline("run", "--num-processes", "2", str(script), "--lr", "0.1")
     assert ended.returncode == 0, ended.stderr
     losses = re.findall(r"with \['--lr', '0.1'\]: (\d\.\d{4})", ended.stdout)
     assert len(losses) == 2
@@ -46,7 +46,7 @@ def test_a_script_runs_as_several_ranks(tmp_path: Path) -> None:
 def test_a_script_that_fails_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)")
-    ended = stageline("run", "--ranks", "2", str(script))
+    ended = stageline("run", "--num-processes", "2", str(script))
     assert ended.returncode == 2
     assert "train.py ended with exit code 3" in ended.stderr
 
@@ -54,7 +54,7 @@ def test_a_script_that_fails_is_named(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
     ended = stageline("run", str(tmp_path / "nothing.py"))
     assert ended.returncode == 2
-    assert "nothing.py is not there, but has to be a Python script" in ended.stderr
+    assert "nothing.py does not exist, but has to be a Python script" in ended.stderr
 
 
 WAITING = """
@@ -77,7 +77,7 @@ def test_a_signal_ends_all_processes_and_says_one_line(
         "-c",
         "from stageline.cli import main; main()",
         "run",
-        "--ranks",
+        "--num-processes",
         "2",
     ]
     process = subprocess.Popen(
@@ -112,9 +112,9 @@ def test_a_process_that_is_killed_is_told_with_its_signal(tmp_path: Path) -> Non
         "import os, time\n"
         "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(99)\n"
     )
-    ended = stageline("run", "--ranks", "2", str(script))
+    ended = stageline("run", "--num-processes", "2", str(script))
     assert ended.returncode == 2
     assert ended.stderr == (
         f"error: rank 1 of {script} was killed by signal 9 (SIGKILL), and the others were stopped: "
-        "what it said is above\n"
+        "see its output above\n"
     )

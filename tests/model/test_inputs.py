@@ -1,4 +1,4 @@
-"""What `step` takes: one input, or several by the names under which layers read them."""
+"""Inputs of `step`: one value, or several by the names under which layers read them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch() -> dict[str, Tensor]:
 
 
 class Encoding(UserDict[str, Any]):
-    """Like the batches of tokenizers."""
+    """A mapping like the batches of tokenizers."""
 
 
 MAPPINGS = [dict, OrderedDict, Encoding, MappingProxyType]
@@ -70,7 +70,7 @@ def test_a_model_that_reads_x_alone_takes_it_by_name(mapping: Any) -> None:
 
 
 class Whole(nn.Module):
-    """Takes its batch as a whole."""
+    """A layer that takes its batch as a whole."""
 
     def forward(self, batch: Any) -> Tensor:
         out: Tensor = batch["tokens"] * batch["scale"]
@@ -78,7 +78,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_a_layer_may_take_a_mapping_as_a_whole(mapping: Any) -> None:
+def test_a_layer_can_take_a_whole_mapping(mapping: Any) -> None:
     pipe = Pipeline([Whole(), nn.Linear(4, 3)], mse_loss, num_ranks=2, num_microbatches=2)
     whole = mapping({"tokens": torch.randn(4, 4), "scale": torch.rand(4, 1)})
     for inputs in (whole, {"x": whole}):
@@ -98,15 +98,15 @@ def test_a_layer_may_take_a_mapping_as_a_whole(mapping: Any) -> None:
         (
             torch.ones(6, 4),
             batch(),
-            "x comes with the inputs and by its name as well: give it once",
+            "x is given both in the inputs and by name: give it once",
         ),
-        (batch(), {"kind": 1}, "kind comes with the inputs and by its name as well: give it once"),
+        (batch(), {"kind": 1}, "kind is given both in the inputs and by name: give it once"),
         ({}, {"x": 1}, "inputs have x, but layers read pos, mask, kind before any layer writes it"),
         (None, {}, "inputs have x, but layers read pos, mask, kind before"),
         ({0: 1}, batch(), "inputs have 0, but layers read only x, pos, mask, kind"),
     ],
 )
-def test_inputs_that_are_not_those_that_layers_read_are_refused(
+def test_inputs_that_do_not_match_what_layers_read_are_an_error(
     inputs: Any, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BatchError) as error:
@@ -114,7 +114,7 @@ def test_inputs_that_are_not_those_that_layers_read_are_refused(
     assert message in str(error.value)
 
 
-def test_what_nobody_reads_is_refused_beside_x_too() -> None:
+def test_an_input_that_no_layer_reads_is_an_error_beside_x() -> None:
     layers = LayerSequence.of([nn.Linear(4, 3)])
     with pytest.raises(
         BatchError, match=r"inputs have mask, but layers read only x: .*'x': mapping"
@@ -122,7 +122,7 @@ def test_what_nobody_reads_is_refused_beside_x_too() -> None:
         named_inputs(layers, {"x": 1, "mask": 2})
 
 
-def test_an_input_beside_names_that_are_enough_is_refused() -> None:
+def test_a_positional_input_that_no_layer_reads_is_an_error() -> None:
     layers = LayerSequence.of([Layer("a", nn.Linear(4, 3), ("tokens",))])
     assert list(named_inputs(layers, None, {"tokens": 1})) == ["tokens"]
     with pytest.raises(BatchError, match="inputs have x, but layers read only tokens"):

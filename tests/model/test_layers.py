@@ -1,4 +1,4 @@
-"""Models as layers, and layers cut into stages."""
+"""Models as layers, and layers split into stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
-from stageline.model.split import cut, smallest_largest
+from stageline.model.split import balanced_sizes, cut
 
 
 def test_nested_sequentials_become_layers_with_the_names_of_their_modules() -> None:
@@ -20,18 +20,18 @@ def test_nested_sequentials_become_layers_with_the_names_of_their_modules() -> N
     assert layers.layers[2].module is linear
 
 
-def test_a_module_that_stands_twice_in_a_sequential_is_two_layers() -> None:
+def test_a_module_used_twice_in_a_sequential_is_two_layers() -> None:
     relu = nn.ReLU()
     layers = LayerSequence.of(nn.Sequential(relu, nn.Linear(2, 2), relu))
     assert [layer.name for layer in layers.layers] == ["0", "1", "2"]
 
 
-def test_a_list_may_mix_modules_and_layers() -> None:
+def test_a_list_can_mix_modules_and_layers() -> None:
     layers = LayerSequence.of([nn.ReLU(), Layer("join", nn.ReLU(), ("x", "mask")), nn.Tanh()])
     assert [layer.name for layer in layers.layers] == ["0", "join", "2"]
 
 
-def test_a_read_means_the_last_value_of_that_name_before_it() -> None:
+def test_a_layer_reads_the_latest_value_of_a_name() -> None:
     relu = nn.ReLU()
     layers = LayerSequence(
         (
@@ -47,7 +47,7 @@ def test_a_read_means_the_last_value_of_that_name_before_it() -> None:
     )
 
 
-def test_a_module_whose_layers_are_not_known_is_refused() -> None:
+def test_a_module_that_is_no_sequential_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"^the model is a LSTM, but .*nn.Sequential"):
         LayerSequence.of(nn.LSTM(8, 8))
 
@@ -61,12 +61,12 @@ def test_balance_says_how_many_layers_each_stage_takes() -> None:
 
 
 @pytest.mark.parametrize("balance", [[1, 1], [2, 3, 0], [5], [1, 1, 4], [-1, 3, 3]])
-def test_a_balance_that_does_not_add_up_is_refused(balance: list[int]) -> None:
+def test_a_balance_that_does_not_add_up_is_an_error(balance: list[int]) -> None:
     with pytest.raises(ModelError, match="5 layers on 3 stages need 3 numbers from 1 up"):
         cut(chain(5), 3, balance)
 
 
-def test_fewer_layers_than_stages_is_refused() -> None:
+def test_fewer_layers_than_stages_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"^the model has 2 layers, but 3 stages need one each"):
         cut(chain(2), 3)
 
@@ -75,9 +75,7 @@ def test_fewer_layers_than_stages_is_refused() -> None:
     costs=st.lists(st.integers(0, 20), min_size=1, max_size=9),
     num_stages=st.integers(1, 9),
 )
-def test_the_largest_stage_is_as_small_as_any_cut_can_make_it(
-    costs: list[int], num_stages: int
-) -> None:
+def test_no_cut_has_a_smaller_largest_stage(costs: list[int], num_stages: int) -> None:
     if num_stages > len(costs):
         return
 
@@ -87,7 +85,7 @@ def test_the_largest_stage_is_as_small_as_any_cut_can_make_it(
         ends = range(first + 1, len(costs) - stages + 2)
         return min(max(sum(costs[first:end]), largest(end, stages - 1)) for end in ends)
 
-    sizes = smallest_largest(costs, num_stages)
+    sizes = balanced_sizes(costs, num_stages)
     assert len(sizes) == num_stages
     assert min(sizes) >= 1
     assert sum(sizes) == len(costs)
@@ -111,6 +109,6 @@ def test_a_sequential_with_a_forward_or_hooks_of_its_own_is_one_layer() -> None:
         LayerSequence.of(Residual(nn.Linear(2, 2)))
 
 
-def test_two_layers_with_one_name_are_refused() -> None:
-    with pytest.raises(ModelError, match="2 layers are called '1': name them apart"):
+def test_two_layers_with_one_name_are_an_error() -> None:
+    with pytest.raises(ModelError, match="2 layers are called '1': give each its own name"):
         LayerSequence.of([Layer("1", nn.ReLU()), nn.ReLU()])

@@ -249,13 +249,14 @@ def test_a_pipeline_streams_as_its_plan_says_and_is_compared_with_it(straight: s
     plan = straight
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
     pipe = sl.Pipeline(
-        layers, nn.functional.mse_loss, plan=plan, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        layers, nn.functional.mse_loss, plan=plan, optimizer_fn=lambda p: torch.optim.SGD(p, 0.1)
     )
-    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert [len(part) for part in pipe._session.assembly.layout.stages] == list(plan.balance)
     assert pipe.schedule.name == "pipedream"
     batches = [(torch.ones(4, 4), torch.zeros(4, 4))] * 8
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         losses = [float(result.loss) for result in pipe.run(batches)]
+    timeline = trace.timeline
     assert losses[-1] < losses[0]
     found = explain(plan, [timeline])
     assert found.predicted == pytest.approx(1e3 * plan.chosen.seconds)
@@ -273,7 +274,7 @@ def test_too_few_mini_batches_do_not_show_a_pace(straight: sl.Plan) -> None:
 def test_replicas_of_a_plan_need_a_process_each(replicated: sl.Plan) -> None:
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(4)]
     with pytest.raises(sl.ModelError, match=r"replicas is \[3, 1\], .* a process for each"):
-        sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer=torch.optim.AdamW)
+        sl.Pipeline(layers, nn.functional.mse_loss, plan=replicated, optimizer_fn=torch.optim.AdamW)
 
 
 def test_pipedreams_own_plan_of_vgg16_is_among_those_that_are_tried() -> None:

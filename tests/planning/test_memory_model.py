@@ -22,16 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stageline.costs import Costs
 from stageline.model.layers import INPUT, LayerSequence
-from stageline.pipeline import LossFunction, Pipeline
+from stageline.pipeline import Pipeline
 from stageline.planning.cluster.cluster import Cluster
 from stageline.planning.partition.stages import Cut, Machines, stage_costs
 from stageline.planning.profiling.estimate import estimate
 from stageline.planning.profiling.profile import Profile
-from stageline.report.measures.memory import peak_memory
-from stageline.runtime.engine.stage import Stage
+from stageline.report.memory import peak_memory
+from stageline.runtime.settings import LossFunction
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.action import Kind
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d
+from stageline.zoo.cases import grouped
 from stageline.zoo.resnet import resnet
 from stageline.zoo.transformer import transformer
 from stageline.zoo.unet import unet
@@ -123,7 +125,7 @@ class Watch:
     def __init__(self, pipe: Pipeline, there: list[Tensor]) -> None:
         self.pipe, self.alive = pipe, Alive(there)
         self.settled: Counter[int] = Counter()
-        for stage, rank in zip(pipe.executor.stages, pipe.schedule.placement, strict=True):
+        for stage, rank in zip(pipe._session.assembly.stages, pipe.schedule.placement, strict=True):
             self._surround(stage, rank)
 
     def _surround(self, stage: Stage, rank: int) -> None:
@@ -163,15 +165,16 @@ class Watch:
         """Without gradients of weights, and without what BatchNorm saw of each micro-batch."""
         apart = [
             double.grad
-            for _, doubles in self.pipe.tied.by_weight
+            for _, doubles in self.pipe._session.assembly.tied.by_weight
             for number, double in doubles
-            if self.pipe.homes[number] == rank and double.grad is not None
+            if self.pipe._session.assembly.layout.rank_of_layer[number] == rank
+            and double.grad is not None
         ]
         for stage, home in zip(
-            self.pipe.executor.stages, self.pipe.schedule.placement, strict=True
+            self.pipe._session.assembly.stages, self.pipe.schedule.placement, strict=True
         ):
             if home == rank:
-                seen = stage.statistics.seen.values()
+                seen = stage.statistics.moments.values()
                 apart += [t for row in seen for _, m in row for t in (m.mean, m.squares)]
         return self.alive.bytes[rank] - sum(t.untyped_storage().nbytes() for t in apart)
 
@@ -187,7 +190,9 @@ def _copy(tree: Any) -> Any:
 
 def stepped(name: str, **options: Any) -> Pipeline:
     layers, loss_fn, inputs, target = make(name)
-    pipe = Pipeline(layers, loss_fn, num_microbatches=NUM_MICROBATCHES, backend="serial", **options)
+    pipe = Pipeline(
+        layers, loss_fn, num_microbatches=NUM_MICROBATCHES, backend="serial", **grouped(options)
+    )
     pipe.step(inputs, target)  # at first layers are watched; gradients are there from now on
     return pipe
 
@@ -206,7 +211,7 @@ def watched(name: str, pipe: Pipeline) -> Watch:
 def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "momentum") -> Costs:
     profile = estimated(name)
     num_ranks = pipe.schedule.num_ranks
-    balance = tuple(len(numbers) for numbers in pipe.cut)
+    balance = tuple(len(numbers) for numbers in pipe._session.assembly.layout.stages)
     cut = Cut(balance, pipe.schedule.placement, (recompute,) * len(balance))
     there = profile.at(SAMPLES)
     lasting = tuple(replace(layer, momentary=0.0) for layer in there.layers)  # what `watched` sees
@@ -253,7 +258,7 @@ def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> 
     pipe = stepped(name, num_ranks=num_ranks)
     costs = costs_of(name, pipe, recompute=False)
     found: dict[str, list[float]] = {"parameters": [], "gradients": [], "optimizer_state": []}
-    for numbers in pipe.cut:
+    for numbers in pipe._session.assembly.layout.stages:
         modules = nn.ModuleList(pipe.layers.layers[number].module for number in numbers)
         optimizer = torch.optim.SGD(modules.parameters(), lr=0.1, momentum=0.9)
         optimizer.step()

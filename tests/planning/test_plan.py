@@ -175,7 +175,7 @@ def test_a_pipeline_follows_its_plan() -> None:
     plan = sl.plan(profile, cluster, batch_size=8)
     assert plan.chosen.num_ranks == 2
     pipe = sl.Pipeline(model, mse, plan=plan, backend="serial")
-    assert [len(part) for part in pipe.cut] == list(plan.balance)
+    assert [len(part) for part in pipe._session.assembly.layout.stages] == list(plan.balance)
     assert pipe.schedule == plan.schedule
     pipe.verify(x, y)
 

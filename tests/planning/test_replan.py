@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import stageline as sl
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
 from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
-from stageline.runtime.placement.move_layers import follow
+from stageline.runtime.placement.move_layers import move_state
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 NAMES = tuple(f"layer{number}" for number in range(8))
@@ -165,7 +166,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Six steps, one of them without an update; after one of them layers move."""
     made = model()
-    pipe = sl.Pipeline(made, loss, num_microbatches=4, **options)
+    pipe = sl.Pipeline(made, loss, num_microbatches=4, **grouped(options))
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     parameters = list(made.parameters())
     for number in range(6):
@@ -203,7 +204,7 @@ def test_recomputation_and_what_was_learned_of_layers_stay_after_a_move() -> Non
     )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     pipe.replan(optimizer, [slow_first(pipe)])
-    assert pipe.executor.recompute == ("always", "never")
+    assert pipe._session.assembly.settings.recompute == ("always", "never")
     pipe.verify(*torch.randint(0, 11, (2, 9, 5)))
     pipe.close()
 
@@ -261,11 +262,11 @@ def test_what_an_optimizer_keeps_follows_its_parameter_but_for_the_count_of_step
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
     state, group = optimizer.state[parameter], optimizer.param_groups[0]
-    follow(state, group, torch.device("meta"))
+    move_state(state, group, torch.device("meta"))
     assert {key: tensor.device.type for key, tensor in state.items()} == {
         "step": "cpu",
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
-    follow(state, group | {"capturable": True}, torch.device("meta"))
+    move_state(state, group | {"capturable": True}, torch.device("meta"))
     assert state["step"].device.type == "meta"

@@ -26,7 +26,7 @@ def v_shape() -> Timeline:
 
 @pytest.fixture
 def odd_one() -> Timeline:
-    """An action that takes no time, an empty rank, an optimizer step and a name that needs care."""
+    """An action without duration, an empty rank, an optimizer step and a name with markup."""
     spans = (
         (Span(Action(0, Kind.F, 0), 0.0, 0.0), Span(Action(0, Kind.STEP), 0.0, 2.0)),
         (),

@@ -1,4 +1,4 @@
-"""Prediction over measurement: whose lane is where, and that both have one scale of time."""
+"""Overlays of prediction and measurement: the order of lanes, and their common time scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from stageline.costs import Costs
 from stageline.errors import ReportError
-from stageline.report.svg.overlay import Overlay
+from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
 from stageline.schedules.families.one_f_one_b import one_f_one_b
 from stageline.simulation.simulate import simulate

@@ -29,7 +29,7 @@ def drawn(name: str = "pipedream", costs: Costs | None = None, **sizes: Any) -> 
 
 
 def groups(timeline: Timeline, css: str) -> list[ET.Element]:
-    """Those of each lane."""
+    """Return the elements of each lane."""
     root = ET.fromstring(svg(timeline))
     return [group for group in root.iter(f"{ROOM}g") if group.get("class") == css]
 
@@ -42,7 +42,7 @@ def test_a_version_is_a_small_number_behind_the_micro_batch() -> None:
     assert plain(drawn()).splitlines()[:3] == [
         "rank 0 │ F0⁰ F1⁰ ... ... B0⁰ B0⁰ F2¹ B1⁰ B1⁰ ... B2¹ B2¹",
         "rank 1 │ ... F0⁰ B0⁰ B0⁰ F1¹ B1¹ B1¹ F2² B2² B2²",
-        "F forward · B backward · . idle · a cell is 1 · small numbers are versions of the weights",
+        "F forward · B backward · . idle · a cell is 1 · small numbers are weight versions",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from stageline.costs import Costs
 from stageline.report.palette import shade
 from stageline.report.svg.drawing import LEGIBLE, stacked, svg
-from stageline.report.svg.frame import Frame, frame_of
+from stageline.report.svg.geometry import Geometry, geometry_of
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b
@@ -17,8 +17,8 @@ from stageline.simulation.simulate import simulate
 ROOM = "{http://www.w3.org/2000/svg}"
 
 
-def frame(timeline: Timeline) -> Frame:
-    return frame_of(timeline, LEGIBLE)
+def geometry(timeline: Timeline) -> Geometry:
+    return geometry_of(timeline, LEGIBLE)
 
 
 def groups(timeline: Timeline, css: str) -> list[ET.Element]:
@@ -32,7 +32,7 @@ def texts(timeline: Timeline, css: str) -> list[str]:
 
 
 def test_each_action_is_a_rectangle_at_its_time(two_ranks: Timeline) -> None:
-    scale = frame(two_ranks).scale
+    scale = geometry(two_ranks).scale
     for group, row in zip(groups(two_ranks, "actions"), two_ranks.spans, strict=True):
         for rectangle, (action, start, end) in zip(group, row, strict=True):
             assert rectangle.get("class") == f"{action.kind}0"
@@ -59,7 +59,7 @@ def test_chunks_of_a_rank_differ_in_shade(v_shape: Timeline) -> None:
 
 
 def test_the_memory_curve_rises_to_its_peak_and_tells_it(two_ranks: Timeline) -> None:
-    memory = frame(two_ranks).memory
+    memory = geometry(two_ranks).memory
     shares = {}
     for path, dot, label in groups(two_ranks, "memory"):
         highest = min(float(y) for y in re.findall(r"V([\d.]+)", path.attrib["d"]))
@@ -69,7 +69,7 @@ def test_the_memory_curve_rises_to_its_peak_and_tells_it(two_ranks: Timeline) ->
 
 
 def test_memory_steps_at_the_times_of_the_timeline(two_ranks: Timeline) -> None:
-    scale = frame(two_ranks).scale
+    scale = geometry(two_ranks).scale
     path = groups(two_ranks, "memory")[0][0].attrib["d"]
     times = [float(x) / scale for x in re.findall(r"H([\d.]+)", path)]
     assert times == pytest.approx([0, 1, 6, 9, 9], abs=0.01)
@@ -116,7 +116,7 @@ def test_stacked_timelines_share_one_scale(two_ranks: Timeline) -> None:
         for element in picture.iter(f"{ROOM}rect")
         if element.get("class") == "idle" and element.get("x") is None
     ]
-    assert widths == pytest.approx([widths[2] / 2] * 2 + [frame(slow).lanes_width] * 2)
+    assert widths == pytest.approx([widths[2] / 2] * 2 + [geometry(slow).lanes_width] * 2)
     assert pictures[0].get("transform") is None
-    assert pictures[1].get("transform") == f"translate(0 {frame(slow).height:g})"
-    assert float(root.attrib["height"]) == pytest.approx(2 * frame(slow).height)
+    assert pictures[1].get("transform") == f"translate(0 {geometry(slow).height:g})"
+    assert float(root.attrib["height"]) == pytest.approx(2 * geometry(slow).height)

@@ -30,9 +30,9 @@ def test_measures_stand_beneath_the_grid(two_ranks: Timeline) -> None:
 
 
 def test_what_is_proven_of_the_makespan_is_told(two_ranks: Timeline) -> None:
-    assert "makespan 9 (at best 8) · " in plain(two_ranks)
+    assert "makespan 9 (lower bound 8) · " in plain(two_ranks)
     best = Schedule.from_text("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
-    assert "makespan 7 (least for this memory) · " in plain(simulate(best))
+    assert "makespan 7 (optimal for this memory) · " in plain(simulate(best))
 
 
 def test_stages_are_named_where_a_rank_holds_several(v_shape: Timeline) -> None:
@@ -60,7 +60,7 @@ def test_uneven_stages_keep_the_picture_short_and_say_so() -> None:
     costs = Costs(forward=[0.02, 1.0], input_grad=[0.03, 1.0], weight_grad=[0.01, 1.0])
     text = plain(simulate(Schedule.from_text("0F0 0B0", "1F0 1B0"), costs))
     assert grid_rows(text) == ["", "F0 F0 F0 F0 B0 B0 B0 B0 B0 B0 B0 B0"]
-    assert "shorter actions may not show" in text
+    assert "shorter actions may be hidden" in text
 
 
 def test_times_in_other_units_give_the_same_grid(two_ranks: Timeline) -> None:

@@ -38,7 +38,7 @@ def test_a_timeline_is_imported_without_what_draws_it() -> None:
 
 
 def test_drawing_needs_no_torch() -> None:
-    code = "import sys, stageline.report.files, stageline.report.text.terminal; print(*sys.modules)"
+    code = "import sys, stageline.report.save, stageline.report.text.terminal; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in run.stdout.split()
 

@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm: each mini-batch once, however it is cut and recomputed."""
+"""Running statistics of BatchNorm are updated once per mini-batch, however it is cut."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from stageline.errors import ModelError
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 
 
@@ -27,10 +28,10 @@ def batch(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-def test_the_first_layer_sees_what_an_uncut_batch_shows(
+def test_the_first_layer_has_the_statistics_of_an_uncut_batch(
     num_microbatches: int, momentum: float | None, recompute: str
 ) -> None:
-    """What comes before any normalisation does not depend on the cut, so plain BatchNorm tells."""
+    """The first BatchNorm's input does not depend on the cut: a plain one is the reference."""
     ours = model(momentum)
     plain = copy.deepcopy(ours[0])
     pipe = Pipeline(
@@ -77,10 +78,12 @@ def test_statistics_do_not_depend_on_ranks_backend_or_recomputation() -> None:
             assert torch.equal(state[name], tensor), name
 
 
-def test_a_short_batch_leaves_nothing_for_the_next() -> None:
-    """Fewer samples than micro-batches; torchgpipe keeps such statistics for the next batch."""
+def test_a_short_batch_does_not_affect_the_next() -> None:
+    """torchgpipe keeps the moments of so small a batch for the next one."""
     ours = model()
-    pipe = Pipeline(ours, mse_loss, num_ranks=2, num_microbatches=4, batch_norm="minibatch")
+    pipe = Pipeline(
+        ours, mse_loss, num_ranks=2, num_microbatches=4, options=Options(batch_norm="minibatch")
+    )
     plain = copy.deepcopy(ours[0])
     for length in (3, 8):
         x, target = batch(length)
@@ -103,4 +106,6 @@ def test_evaluation_mode_is_left_alone() -> None:
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(ModelError, match="batch_norm is 'batch', but takes 'minibatch' or"):
-        Pipeline(model(), mse_loss, num_ranks=1, num_microbatches=1, batch_norm="batch")
+        Pipeline(
+            model(), mse_loss, num_ranks=1, num_microbatches=1, options=Options(batch_norm="batch")
+        )

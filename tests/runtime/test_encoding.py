@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes that run no code."""
+"""Messages between ranks as bytes that run no code when they are read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.encoding import decode, encode, spec_of, spec_text
-from stageline.runtime.backends.processes.message_shapes import Shape
+from stageline.runtime.backends.processes.messages.encoding import (
+    decode,
+    encode,
+    spec_from_text,
+    spec_to_text,
+)
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent
@@ -179,7 +184,7 @@ REFUSED: list[tuple[Any, str]] = [
     (defaultdict(lambda: 0), "a function cannot be sent"),
     (torch.empty(2, device="meta"), "plain dense tensors"),
     (torch.eye(2).to_sparse(), "plain dense tensors"),
-    (np.str_("x"), "numbers can"),
+    (np.str_("x"), "send a number"),
     (range(3), "a range cannot be sent"),
 ]
 
@@ -196,13 +201,13 @@ def message(spec: Any, leaves: list[Any]) -> bytes:
 
 
 FORGED: list[tuple[Any, list[Any], str]] = [
-    (["subprocess:Popen", None, [0]], ["x"], "no container"),
-    (["os:system", None, [0]], ["true"], "no container"),
-    (["builtins:eval", None, [0]], ["1"], "no container"),
+    (["subprocess:Popen", None, [0]], ["x"], "not a container"),
+    (["os:system", None, [0]], ["true"], "not a container"),
+    (["builtins:eval", None, [0]], ["1"], "not a container"),
     (["antigravity:Any", None, []], [], "antigravity is not imported"),
-    ([f"{__name__}:Colour", None, [0]], [1], "no container"),
-    (0, [["enum", "subprocess:Popen", "x"]], "no Enum"),
-    (0, [["flag", f"{__name__}:Colour", "red"]], "no container and no Enum"),
+    ([f"{__name__}:Colour", None, [0]], [1], "not a container"),
+    (0, [["enum", "subprocess:Popen", "x"]], "or Enum"),
+    (0, [["flag", f"{__name__}:Colour", "red"]], "not a container or Enum"),
     (0, [["factory", "eval"]], "KeyError"),
     (0, [["dtype", "load"]], "torch has no dtype"),
     (0, [["unknown", 1]], "KeyError"),
@@ -230,18 +235,18 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 def test_a_tree_without_its_leaves_comes_back_from_its_text() -> None:
     value = {"a": Pair(1, [Output(2, (3, Encoding(b=4)))]), 5: OrderedDict(c=(torch.ones(1),))}
     leaves, spec = flatten(value)
-    assert spec_of(spec_text(spec)) == spec
-    assert unflatten(leaves, spec_of(spec_text(spec))) == value
+    assert spec_from_text(spec_to_text(spec)) == spec
+    assert unflatten(leaves, spec_from_text(spec_to_text(spec))) == value
 
 
 def test_a_shape_comes_back_from_its_description() -> None:
-    shape = Shape.of({"a": (torch.ones(2, 3).t(), "text"), "b": Output(None)})
-    found = Shape.from_description(decode(encode(shape.described)))
+    shape = ValueSpec.of({"a": (torch.ones(2, 3).t(), "text"), "b": Output(None)})
+    found = ValueSpec.from_description(decode(encode(shape.description)))
     assert found == shape
 
 
 def test_no_source_file_reads_or_writes_pickles() -> None:
-    """Ranks and files may come from others, and such data runs code when it is read."""
+    """Messages and files may come from others, and pickles run code when they are read."""
     words = r"pickle|dill|marshal|shelve|_object_list|gather_object|torch\.load\(|torch\.save\("
     words += r"|\beval\(|\bexec\(|send_object|recv_object|treespec_loads|rpc_sync"
     found = [

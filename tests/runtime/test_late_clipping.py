@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 
 Batch = tuple[Tensor, Tensor]
 MIDDLE = 4
@@ -30,7 +31,7 @@ def model() -> nn.Sequential:
 
 
 def batches() -> list[Batch]:
-    """The gradients of the one in the middle are the largest by far."""
+    """Return batches; the gradients of the middle one are the largest by far."""
     torch.manual_seed(0)
     sizes = [10.0 if number == MIDDLE else 1.0 for number in range(8)]
     return [(torch.randn(16, 4), size * torch.randn(16, 2)) for size in sizes]
@@ -51,12 +52,12 @@ def pipeline(network: nn.Module, schedule: str, backend: str, **options: object)
         num_microbatches=8,
         schedule=schedule,
         backend=backend,
-        **options,  # type: ignore[arg-type]
+        **grouped(options),
     )
 
 
 def with_a_barrier(schedule: str, optimizer: str, max_norm: float) -> Outcome:
-    """What everybody does: wait for all gradients, clip, step."""
+    """Clip as usual: wait for all gradients, clip, step."""
     network = model()
     pipe = pipeline(network, schedule, "serial")
     stepped = OPTIMIZERS[optimizer](list(network.parameters()))
@@ -79,11 +80,11 @@ def streamed(
         network,
         schedule,
         backend,
-        optimizer=OPTIMIZERS[optimizer],
-        scheduler=lambda stepped: StepLR(stepped, 4, 0.7),
+        optimizer_fn=OPTIMIZERS[optimizer],
+        scheduler_fn=lambda stepped: StepLR(stepped, 4, 0.7),
         max_norm=max_norm,
     )
-    assert not pipe.needs_barriers
+    assert not pipe._session.assembly.needs_barriers
     results = list(pipe.run(data or batches()))
     pipe.close()
     redone = [number for number, result in enumerate(results) if result.redone]
@@ -140,7 +141,7 @@ def test_gradients_that_are_not_finite_leave_the_step_out_on_all_stages() -> Non
     data = batches()
     data[MIDDLE] = (data[MIDDLE][0], data[MIDDLE][1] * torch.inf)
     network = model()
-    options = {"optimizer": OPTIMIZERS["AdamW"], "max_norm": 1e3}
+    options = {"optimizer_fn": OPTIMIZERS["AdamW"], "max_norm": 1e3}
     pipe = pipeline(network, "1f1b", "threads", **options)
     results = list(pipe.run(data))
     assert [result.skipped for result in results[MIDDLE - 1 : MIDDLE + 2]] == [
@@ -160,8 +161,8 @@ def test_the_last_step_of_a_stream_is_looked_at_as_well() -> None:
 def test_an_optimizer_whose_steps_cannot_be_taken_back_waits_for_the_norm() -> None:
     network = model()
     pipe = pipeline(
-        network, "1f1b", "serial", optimizer=lambda weights: RMSprop(weights, 0.01), max_norm=0.5
+        network, "1f1b", "serial", optimizer_fn=lambda weights: RMSprop(weights, 0.01), max_norm=0.5
     )
-    assert pipe.needs_barriers
+    assert pipe._session.assembly.needs_barriers
     assert pipe.ahead == 0
     assert len(list(pipe.run(batches()))) == 8

@@ -14,7 +14,9 @@ from torch.nn.functional import mse_loss
 import stageline as sl
 from stageline.errors import ModelError
 from stageline.model.layers import Layer
+from stageline.options import Options
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 
 class Head(nn.Module):
@@ -37,8 +39,10 @@ def test_weights_are_the_same_however_the_model_is_cut(num_ranks: int) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, several = on_meta(), on_meta()
-    Pipeline(one, mse_loss, num_ranks=1, num_microbatches=2, seed=7).close()
-    pipe = Pipeline(several, mse_loss, num_ranks=num_ranks, num_microbatches=2, seed=7)
+    Pipeline(one, mse_loss, num_ranks=1, num_microbatches=2, options=Options(seed=7)).close()
+    pipe = Pipeline(
+        several, mse_loss, num_ranks=num_ranks, num_microbatches=2, options=Options(seed=7)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     for a, b in zip(one.state_dict().values(), several.state_dict().values(), strict=True):
         assert torch.equal(a, b)
@@ -53,7 +57,7 @@ def test_a_function_of_the_user_s_own_fills_a_layer() -> None:
 
     with torch.device("meta"):
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    Pipeline([first, second], mse_loss, num_ranks=2, num_microbatches=1, init=fill).close()
+    Pipeline([first, second], mse_loss, num_ranks=2, num_microbatches=1, init_fn=fill).close()
     assert torch.equal(first.weight, torch.ones(2, 2))
     assert torch.equal(second.bias, torch.full((2,), 2.0))
 
@@ -67,7 +71,7 @@ def test_a_weight_that_layers_share_stays_one() -> None:
         mse_loss,
         num_ranks=3,
         num_microbatches=1,
-        init=lambda layer: nn.init.eye_(next(layer.module.parameters())),
+        init_fn=lambda layer: nn.init.eye_(next(layer.module.parameters())),
     )
     assert linear.weight is head.weight
     assert len(list(pipe.parameters())) == 1
@@ -83,7 +87,7 @@ def test_a_module_that_cannot_fill_itself_is_named() -> None:
 
 
 class Rotary(nn.Module):
-    """Has a table that no checkpoint has, and that a fill of parameters does not reach."""
+    """Has a table that is in no checkpoint, and is not initialised with the parameters."""
 
     def __init__(self, *, fills: bool = False, is_persistent: bool = False) -> None:
         super().__init__()
@@ -102,7 +106,7 @@ class Rotary(nn.Module):
 
 
 class Holding(nn.Module):
-    """Has one more tensor, which is what the test says."""
+    """Has one more tensor, given by the test."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__()
@@ -134,14 +138,14 @@ def test_a_buffer_that_nobody_fills_is_named_at_the_first_step(backend: str) -> 
     for init in (normal, None):
         again = copy.deepcopy(model)
         pipe = Pipeline(
-            again, mse_loss, num_ranks=2, num_microbatches=2, init=init, backend=backend
+            again, mse_loss, num_ranks=2, num_microbatches=2, init_fn=init, backend=backend
         )
         for _ in range(2):
-            with pytest.raises(ModelError, match=r"'1.table' was made from the meta device, but"):
+            with pytest.raises(ModelError, match=r"'1.table' was on the meta device and is not"):
                 pipe.step(torch.randn(4, 4), torch.randn(4, 4))
-        with pytest.raises(ModelError, match=r"'1.table' was made from the meta device, but"):
+        with pytest.raises(ModelError, match=r"'1.table' was on the meta device and is not"):
             pipe(torch.randn(4, 4))
-        with pytest.raises(ModelError, match=r"'1.table' was made from the meta device, but"):
+        with pytest.raises(ModelError, match=r"'1.table' was on the meta device and is not"):
             pipe.verify(torch.randn(4, 4), torch.randn(4, 4))
         again[1].table.copy_(torch.ones(4))  # type: ignore[operator]
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
@@ -174,13 +178,11 @@ def test_tensors_of_every_type_are_missed_if_nobody_fills_them(name: str, make: 
         model = Holding(**{name: make})
     batch = torch.randn(2, 4), torch.randn(2, 4)
     options: Any = {"num_ranks": 1, "num_microbatches": 1, "backend": "serial"}
-    full = Pipeline([copy.deepcopy(model)], mse_loss, init=fill_all, **options)
+    full = Pipeline([copy.deepcopy(model)], mse_loss, init_fn=fill_all, **grouped(options))
     full.step(*batch)
     for init in (fill_linear, None):
-        pipe = Pipeline([copy.deepcopy(model)], mse_loss, init=init, **options)
-        with pytest.raises(
-            ModelError, match=rf"^'0.{name}' was made from the meta device, but not"
-        ):
+        pipe = Pipeline([copy.deepcopy(model)], mse_loss, init_fn=init, **grouped(options))
+        with pytest.raises(ModelError, match=rf"^'0.{name}' was on the meta device and is not"):
             pipe.step(*batch)
 
 
@@ -194,8 +196,8 @@ def test_a_tensor_that_is_filled_in_part_or_only_scaled_is_missed() -> None:
     for init in (in_part, scaled):
         with torch.device("meta"):
             linear = nn.Linear(4, 4, bias=False)
-        pipe = Pipeline([linear], mse_loss, num_ranks=1, num_microbatches=1, init=init)
-        with pytest.raises(ModelError, match=r"'0.weight' was made from the meta device"):
+        pipe = Pipeline([linear], mse_loss, num_ranks=1, num_microbatches=1, init_fn=init)
+        with pytest.raises(ModelError, match=r"'0.weight' was on the meta device"):
             pipe.step(torch.randn(2, 4), torch.randn(2, 4))
         pipe.close()
 
@@ -211,7 +213,7 @@ def test_a_checkpoint_may_fill_what_init_does_not(tmp_path: Path) -> None:
     def build(init: Any, *, is_persistent: bool) -> Pipeline:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 4), Rotary(is_persistent=is_persistent))
-        return Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, init=init)
+        return Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, init_fn=init)
 
     def fill(layer: Layer) -> None:
         normal(layer)
@@ -225,7 +227,7 @@ def test_a_checkpoint_may_fill_what_init_does_not(tmp_path: Path) -> None:
     sl.load(tmp_path, loaded)
     assert float(loaded.step(*batch).loss) == float(saved.step(*batch).loss)
     lost = build(lambda _: None, is_persistent=False)
-    with pytest.raises(ModelError, match="a buffer that is not persistent is in none"):
+    with pytest.raises(ModelError, match="have no buffers that are not persistent"):
         lost.step(*batch)
     for pipe in (saved, loaded, lost):
         pipe.close()
@@ -242,7 +244,7 @@ def test_a_checkpoint_may_fill_what_init_does_not(tmp_path: Path) -> None:
 def test_a_tensor_on_meta_that_is_no_buffer_is_named(value: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Holding(tables=value)))
-    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=1, init=normal)
-    with pytest.raises(ModelError, match=r"'1.0.tables' is on the meta device, and is neither a p"):
+    pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=1, init_fn=normal)
+    with pytest.raises(ModelError, match=r"'1.0.tables' is on the meta device and is neither a p"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
     pipe.close()

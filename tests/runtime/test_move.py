@@ -1,4 +1,4 @@
-"""What an optimizer keeps, on its way to another one."""
+"""Move parameters with their optimizer state to another optimizer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from stageline.runtime.placement.move_layers import Luggage
+from stageline.runtime.placement.move_layers import OptimizerState
 
 
 def optimizer_of(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-    """In groups by the first letter of their names."""
+    """Return an optimizer with groups by the first letter of the parameters' names."""
     groups = [[pair for pair in named if pair[0].startswith(letter)] for letter in "ab"]
     return SGD([{"params": group} for group in groups], 0.1, momentum=0.9)
 
@@ -21,13 +21,13 @@ def test_a_parameter_arrives_in_its_group_with_its_name_gradient_and_momentum() 
     target = optimizer_of([("a0", zero), ("b3", three)])
     two.grad = torch.ones(2)
     source.step()
-    leaving, arriving = Luggage(source), Luggage(target)
-    parcel = leaving.packed(two)
+    leaving, arriving = OptimizerState(source), OptimizerState(target)
+    parcel = leaving.pack(two)
     there = nn.Parameter(torch.zeros(2))
     arriving.unpack(there, parcel)
     leaving.drop(two)
-    leaving.put_back([one])
-    arriving.put_back([zero, there, three])
+    leaving.restore_groups([one])
+    arriving.restore_groups([zero, there, three])
     assert [group["param_names"] for group in source.param_groups] == [["a1"], []]
     assert [group["param_names"] for group in target.param_groups] == [["a0"], ["b2", "b3"]]
     assert [id(p) for p in target.param_groups[1]["params"]] == [id(there), id(three)]

@@ -1,4 +1,4 @@
-"""The front door: losses, evaluation, names, traces, and failures that speak."""
+"""`Pipeline`: losses, evaluation, names, traces and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections import UserList
 from collections.abc import Callable
 from itertools import pairwise
-from operator import attrgetter
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from stageline.errors import BatchError, ModelError, ParityError, ScheduleError, StageError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.schedules.schedule import Schedule
 
@@ -47,7 +47,7 @@ def test_the_loss_is_the_mean_over_the_mini_batch(num_samples: int) -> None:
 
 
 def test_with_a_count_the_loss_is_the_mean_over_what_counts() -> None:
-    """Tokens that are padding count nothing; one micro-batch is padding only."""
+    """Padding does not count; one micro-batch is padding only."""
     model = chain()
     x, y = torch.randn(6, 4), torch.tensor([0, 2, -100, -100, 1, -100])
 
@@ -59,7 +59,7 @@ def test_with_a_count_the_loss_is_the_mean_over_what_counts() -> None:
         summed,
         num_ranks=2,
         num_microbatches=3,
-        count_fn=lambda target: (target != -100).sum(),
+        options=Options(count_fn=lambda target: (target != -100).sum()),
     )
     result = pipe.step(x, y)
     whole = copy.deepcopy(model)
@@ -135,8 +135,9 @@ def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> 
     pipe = Pipeline(
         chain(), mse_loss, num_ranks=2, num_microbatches=3, schedule="zb_h1", backend=backend
     )
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+    timeline = trace.timeline
     assert [tuple(span.action for span in row) for row in timeline.spans] == list(
         pipe.schedule.actions
     )
@@ -148,7 +149,7 @@ def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> 
 
 
 @pytest.mark.parametrize("how", ["list", "layers", "sequence"])
-def test_the_pipeline_switches_all_that_it_was_given(how: str) -> None:
+def test_train_switches_all_modules_that_were_given(how: str) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5)))
     outer = nn.Sequential(inner, nn.Linear(4, 3))
     given = {
@@ -164,28 +165,34 @@ def test_the_pipeline_switches_all_that_it_was_given(how: str) -> None:
         assert {layer.module.training for layer in pipe.layers} == {is_training}
 
 
-MEASURES = ("makespan", "busy", "step_bubble", "span_bubble", "rank_spans", "schedule", "num_ranks")
-
-
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_measure_is_read_after_the_block_of_a_trace_and_refused_in_it(backend: str) -> None:
+def test_the_timeline_of_a_trace_exists_after_its_block_and_not_in_it(backend: str) -> None:
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=3, backend=backend)
-    read: list[Callable[[object], object]] = [str, *map(attrgetter, MEASURES)]
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         for when in ("before", "after"):
-            for each in read:
-                with pytest.raises(ModelError, match=r"still being measured.* read it after the b"):
-                    each(timeline)
+            with pytest.raises(ModelError, match="the trace is not over: read its timeline after"):
+                trace.timeline  # noqa: B018
             if when == "before":
                 pipe.step(torch.randn(6, 4), torch.randn(6, 3))
-        assert repr(timeline) == "Timeline(still being measured)"
+    timeline = trace.timeline
     assert timeline.makespan == max(row[-1].end for row in timeline.spans) > 0
     assert min(timeline.busy) > 0
     assert timeline.num_ranks == 2
-    with pipe.trace() as nothing:
+    with pipe.trace() as trace:
         pass
+    nothing = trace.timeline
     assert (nothing.makespan, nothing.busy, nothing.num_ranks) == (0.0, (0.0, 0.0), 2)
     pipe.close()
+
+
+@pytest.mark.parametrize("name", ["makespan", "busy", "step_bubble", "schedule", "num_ranks"])
+def test_a_trace_used_as_a_timeline_still_works_and_says_what_to_write(name: str) -> None:
+    pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=3, backend="serial")
+    with pipe.trace() as trace:
+        pipe.step(torch.randn(6, 4), torch.randn(6, 3))
+    with pytest.warns(DeprecationWarning, match=rf"use trace\.timeline\.{name}"):
+        found = getattr(trace, name)
+    assert found == getattr(trace.timeline, name)
 
 
 class Failing(nn.Module):
@@ -241,7 +248,7 @@ def test_a_schedule_that_adds_gradients_in_another_order_is_refused() -> None:
         Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, schedule=backwards)
 
 
-def test_wrong_options_are_told() -> None:
+def test_wrong_options_are_errors() -> None:
     with pytest.raises(ModelError, match="backend is 'gpu', but takes 'threads' or 'serial'"):
         Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, backend="gpu")
     with pytest.raises(ModelError, match="recompute is 'sometimes', but 2 stages take one of"):
@@ -272,7 +279,7 @@ def test_verify_finds_no_difference_and_leaves_the_model_as_it_was(schedule: str
 
 
 class Counting(nn.Module):
-    """Counts its calls where nobody looks, so that a recomputation counts as well."""
+    """Counts its calls in an object that is not examined, so that a recomputation counts too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +299,7 @@ def test_verify_names_what_differs() -> None:
 
 
 class Popping(nn.Module):
-    """Takes things out of the dict that it is given."""
+    """Removes items from the dict that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +395,7 @@ class UnspeakableError(Exception):
         raise ValueError
 
 
-def test_an_error_without_words_ends_the_step_too() -> None:
+def test_an_error_without_a_message_ends_the_step_too() -> None:
     def loss_fn(*_: Tensor) -> Tensor:
         raise UnspeakableError
 
@@ -413,7 +420,7 @@ class Unwrap(nn.Module):
         return wrapped.tensor
 
 
-def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> None:
+def test_an_object_with_tensors_that_would_be_missed_is_refused_between_stages() -> None:
     layers = [nn.Linear(4, 3), Wrap(), Unwrap()]
     pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=2)
     with pytest.raises(StageError, match="a Wrapped passes between stages, but tensors in it"):
@@ -422,7 +429,7 @@ def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> N
 
 
 class Interrupting(nn.Module):
-    """Stands for Ctrl-C while this layer runs."""
+    """Raises KeyboardInterrupt, as Ctrl-C does while this layer runs."""
 
     def __init__(self) -> None:
         super().__init__()

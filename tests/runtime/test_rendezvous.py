@@ -12,7 +12,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # they are in its
     TCPStore,
 )
 
-from stageline.launch import _store_on_loopback
+from stageline.cli.launch import _store_on_loopback
 from stageline.runtime.backends.processes.rendezvous import reachable_address, warn_if_reachable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who listens")

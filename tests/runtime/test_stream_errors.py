@@ -1,4 +1,4 @@
-"""Streams that go wrong, and what a user is told who asks for what cannot be."""
+"""Failures in streams, and errors for options that a stream cannot have."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from stageline.errors import (
 )
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.runtime.backends.threads import Threads
+from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.schedules.build import build_schedule
+from stageline.zoo.cases import grouped
 
 BACKENDS = ("serial", "threads")
 Batch = tuple[Tensor, Tensor]
@@ -49,13 +50,13 @@ def batches(count: int) -> list[Batch]:
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., Pipeline]]:
-    """PipeDream on three ranks, unless told otherwise."""
+    """Return a function that makes pipelines, by default PipeDream on three ranks."""
     built: list[Pipeline] = []
 
     def make(model: Any = None, **given: Any) -> Pipeline:
         defaults: dict[str, Any] = {"num_ranks": 3, "num_microbatches": 1}
-        defaults |= {"schedule": "pipedream", "optimizer": gradient_descent}
-        built.append(Pipeline(model or layers(), mse_loss, **defaults | given))
+        defaults |= {"schedule": "pipedream", "optimizer_fn": gradient_descent}
+        built.append(Pipeline(model or layers(), mse_loss, **grouped(defaults | given)))
         return built[-1]
 
     yield make
@@ -78,7 +79,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 class Failing(nn.Module):
-    """In one of its calls, forward or backward."""
+    """Raises in one of its calls, forward or backward."""
 
     def __init__(self, call: int, error: BaseException, *, backward: bool = False) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ def test_a_layer_that_raises_ends_the_stream_with_where_it_was(
         results.extend(pipe.run(batches(12)))
     assert 1 <= len(results) <= 4
     assert isinstance(caught.value.__cause__, ValueError)
-    assert not pipe.is_streaming
+    assert not pipe._session.is_streaming
     assert all(weight.grad is None for weight in pipe.parameters())
     # nothing is left behind that would disturb another stream
     assert len(list(pipe.run(batches(5)))) == 5
@@ -134,14 +135,14 @@ def test_an_optimizer_that_raises_ends_the_stream_with_where_it_was(
     results: list[object] = []
     model = layers()
     bad = model.layers[2].module.weight
-    pipe = build(model, optimizer=lambda weights: Failing(weights, 0.1), backend=backend)
+    pipe = build(model, optimizer_fn=lambda weights: Failing(weights, 0.1), backend=backend)
     message = r"^rank 2 failed in layer 'optimizer' at 2STEP \(optimizer step of mini-batch 0\)"
     with pytest.raises(StageError, match=message):
         results.extend(pipe.run(batches(6)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_that_raises_while_a_left_stream_is_drained_is_told_of(
+def test_a_layer_that_raises_while_an_abandoned_stream_is_drained_is_reported(
     build: Build, backend: str
 ) -> None:
     failing = Failing(7, ValueError("too late"), backward=True)
@@ -151,18 +152,18 @@ def test_a_layer_that_raises_while_a_left_stream_is_drained_is_told_of(
         next(stream)
     with pytest.raises(StageError, match=r"mini-batch 6\)\n  ValueError: too late"):
         stream.close()
-    assert not pipe.is_streaming
+    assert not pipe._session.is_streaming
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_ctrl_c_in_a_layer_ends_a_serial_stream_at_once(
     build: Build, kind: type[BaseException]
 ) -> None:
-    """What is on its way cannot be finished: other ranks would wait for this layer."""
+    """Micro-batches in flight cannot be finished: other ranks would wait for this layer."""
     pipe = build(layers(Failing(5, kind())), backend="serial")
     with pytest.raises(kind):
         list(pipe.run(batches(12)))
-    assert not pipe.is_streaming
+    assert not pipe._session.is_streaming
     assert len(list(pipe.run(batches(5)))) == 5
 
 
@@ -186,8 +187,8 @@ def test_no_thread_of_a_rank_is_at_work_after_a_stream(build: Build) -> None:
     stream = pipe.run(batches(9))
     next(stream)
     stream.close()
-    assert isinstance(pipe.driver, Threads)
-    ranks = list(pipe.driver.pool._threads)
+    assert isinstance(pipe._session.backend, ThreadsBackend)
+    ranks = list(pipe._session.backend.pool._threads)
     assert len(ranks) == 3
     pipe.close()
     assert not any(each.is_alive() for each in ranks)
@@ -215,7 +216,7 @@ def test_an_optimizer_of_the_callers_own_is_refused(build: Build, schedule: str)
     outside = AdamW(pipe.parameters())
     message = (
         "AdamW.step() was called for weights that the pipeline steps itself, when their gradients "
-        "are complete: leave it out"
+        "are complete: omit it"
     )
     before = weights_of(pipe)
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
@@ -242,9 +243,9 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
         for scheduler in schedulers:
             scheduler.step()
     message = (
-        "lr went from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every stage "
-        "is at another step: give Pipeline a scheduler=, which steps with each stage, or change "
-        "it between two streams"
+        "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every "
+        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or "
+        "change it between two streams"
     )
     count = 0
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):  # noqa: PT012  a user's loop
@@ -262,8 +263,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
     assert backend == "threads" or same(weights_of(pipe), weights_of(other))
 
 
-def test_between_single_steps_learning_rates_are_the_callers_to_change(build: Build) -> None:
-    pipe = build(schedule="1f1b", scheduler=lambda made: StepLR(made, 1, gamma=0.5))
+def test_the_caller_may_change_learning_rates_between_single_steps(build: Build) -> None:
+    pipe = build(schedule="1f1b", scheduler_fn=lambda made: StepLR(made, 1, gamma=0.5))
     pipe.step(*batches(1)[0])
     pipe.optimizers[1].param_groups[0]["lr"] = 1.0
     pipe.step(*batches(1)[0])
@@ -274,21 +275,21 @@ def test_between_single_steps_learning_rates_are_the_callers_to_change(build: Bu
 def test_a_learning_rate_that_is_changed_while_a_stage_steps_is_noticed_or_undone(
     build: Build, scheduler: Callable[[Optimizer], LRScheduler] | None
 ) -> None:
-    pipe = build(scheduler=scheduler, backend="serial")
+    pipe = build(scheduler_fn=scheduler, backend="serial")
 
     def meddle(optimizer: Optimizer, *_: object) -> None:
         optimizer.param_groups[0]["lr"] = 7.0
 
     pipe.optimizers[1].register_step_post_hook(meddle)
     if scheduler is None:
-        with pytest.raises(ModelError, match=r"^lr went from 0.02 to 7.0 on stage 1, in the"):
+        with pytest.raises(ModelError, match=r"^lr was changed from 0.02 to 7.0 on stage 1, in"):
             list(pipe.run(batches(8)))
     else:
         assert len(list(pipe.run(batches(8)))) == 8
     assert [optimizer.param_groups[0]["lr"] for optimizer in pipe.optimizers] == [0.02] * 3
 
 
-def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> None:
+def test_a_scheduler_that_runs_in_another_thread_is_no_external_change(build: Build) -> None:
     """The caller goes on while the scheduler of a stage has changed the rate, and not returned."""
     is_changed, may_return = threading.Event(), threading.Event()
 
@@ -310,7 +311,7 @@ def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> N
             yield torch.randn(4, 4), torch.randn(4, 3)
 
     model = LayerSequence.of([nn.Linear(4, 4), nn.Linear(4, 3)])
-    pipe = build(model, num_ranks=2, scheduler=scheduler, backend="threads")
+    pipe = build(model, num_ranks=2, scheduler_fn=scheduler, backend="threads")
     for number, _ in enumerate(pipe.run(loader())):
         if number == 2:  # mini-batch 4 is on its way
             assert is_changed.wait(30)
@@ -320,7 +321,7 @@ def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> N
 # What asynchronous pipelines do not do
 
 
-def test_what_needs_a_plain_step_is_refused_with_what_to_do_instead(build: Build) -> None:
+def test_methods_that_need_a_plain_step_are_refused_with_an_alternative(build: Build) -> None:
     pipe = build()
     x, y = batches(1)[0]
     message = (
@@ -351,8 +352,9 @@ def test_only_one_thing_is_done_at_a_time(build: Build, backend: str) -> None:
     pipe = build(schedule="1f1b", num_microbatches=2, backend=backend)
     x, y = batches(1)[0]
     output = pipe(x)
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         pass
+    timeline = trace.timeline
     stream, second = pipe.run(batches(6)), pipe.run(batches(6))
     next(stream)
     message = (
@@ -416,56 +418,60 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
     ("options", "error", "message"),
     [
         (
-            {"optimizer": None},
+            {"optimizer_fn": None},
             ModelError,
             (
                 "'pipedream' steps the optimizer on its own, but has none: give it one with "
-                "optimizer=lambda params: SGD(params, lr=0.1)"
+                "optimizer_fn=lambda params: SGD(params, lr=0.1)"
             ),
         ),
         (
-            {"optimizer": SGD([nn.Parameter(torch.ones(1))], 0.1)},
+            {"optimizer_fn": SGD([nn.Parameter(torch.ones(1))], 0.1)},
             ModelError,
             (
-                "optimizer is SGD(…), but has to be a function that makes one for each stage: "
-                "optimizer=lambda params: SGD(params, lr=0.1)"
+                "optimizer_fn is SGD(…), but has to be a function that makes one for each stage: "
+                "optimizer_fn=lambda params: SGD(params, lr=0.1)"
             ),
         ),
         (
-            {"optimizer": lambda _: None},
+            {"optimizer_fn": lambda _: None},
             ModelError,
             (
-                "optimizer gave None for the parameters of a stage, but has to be a function that "
-                "makes an optimizer: optimizer=lambda params: SGD(params, lr=0.1)"
+                "optimizer_fn returned None for the parameters of a stage, but has to return an "
+                "optimizer: optimizer_fn=lambda params: SGD(params, lr=0.1)"
             ),
         ),
         (
-            {"scheduler": StepLR(SGD([nn.Parameter(torch.ones(1))], 0.1), 1)},
+            {"scheduler_fn": StepLR(SGD([nn.Parameter(torch.ones(1))], 0.1), 1)},
             ModelError,
             (
-                "scheduler is StepLR(…), but has to be a function that makes one for each stage: "
-                "scheduler=lambda optimizer: StepLR(optimizer, 100)"
+                "scheduler_fn is StepLR(…), but has to be a function that makes one for each "
+                "stage: scheduler_fn=lambda optimizer: StepLR(optimizer, 100)"
             ),
         ),
         (
-            {"schedule": "1f1b", "optimizer": None, "scheduler": lambda made: StepLR(made, 1)},
+            {
+                "schedule": "1f1b",
+                "optimizer_fn": None,
+                "scheduler_fn": lambda made: StepLR(made, 1),
+            },
             ModelError,
-            "scheduler was given without optimizer, which it is for: give both",
+            "scheduler_fn was given without optimizer_fn, which it is for: give both",
         ),
         (
             {"max_norm": 1.0},
             ModelError,
             (
                 "max_norm was given, but with 'pipedream' there is no moment at which the norm of "
-                "all gradients is known: leave it out, or use a synchronous schedule"
+                "all gradients is known: omit it, or use a synchronous schedule"
             ),
         ),
         (
             {"schedule": "pipedream_2bw", "num_microbatches": 2},
             ScheduleError,
             (
-                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 for its "
-                "two versions to be enough: use more, or 'pipedream'"
+                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 so that "
+                "two weight versions suffice: use more, or 'pipedream'"
             ),
         ),
         (
@@ -473,23 +479,23 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             ModelError,
             (
                 "replicas is [2, 1], but a stage on several ranks needs a process for each: start "
-                "the script with stageline run --ranks 3"
+                "the script with stageline run --num-processes 3"
             ),
         ),
         (
             {"replicas": [2, 1], "num_microbatches": 3},
             ScheduleError,
             (
-                "num_microbatches is 3, but a stage on 2 ranks gives them out in turns and needs a "
-                "multiple of 2: use one, or other replicas"
+                "num_microbatches is 3, but a stage on 2 ranks needs a multiple of 2: use one, or "
+                "other replicas"
             ),
         ),
         (
             {"replicas": [2, 2], "num_microbatches": 2},
             ScheduleError,
             (
-                "replicas is [2, 2], but 3 ranks need a number from 1 up for each stage, with the "
-                "sum 3"
+                "replicas is [2, 2], but must be one positive integer for each stage, with sum 3, "
+                "the number of ranks"
             ),
         ),
     ],
@@ -503,17 +509,28 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_options_of_a_schedule_that_is_built_already_are_refused(build: Build) -> None:
     schedule = build_schedule("pipedream", num_ranks=3, num_microbatches=1)
-    message = "^vertical_sync or replicas was given beside a schedule that is built already"
-    with pytest.raises(ScheduleError, match=message):
-        build(schedule=schedule, vertical_sync=True)
+    with (
+        pytest.warns(DeprecationWarning, match=r"write schedule=sl\.build_schedule"),
+        pytest.raises(
+            ModelError, match=r"^vertical_sync was given beside a schedule that is built"
+        ),
+    ):
+        Pipeline(
+            layers(),
+            mse_loss,
+            num_ranks=3,
+            num_microbatches=1,
+            schedule=schedule,
+            vertical_sync=True,
+        )  # type: ignore[call-arg]
     assert len(list(build(schedule=schedule).run(batches(4)))) == 4
 
 
 def test_run_needs_an_optimizer_of_the_pipelines_own(build: Build) -> None:
-    pipe = build(schedule="1f1b", optimizer=None)
+    pipe = build(schedule="1f1b", optimizer_fn=None)
     message = (
         "run was called, but the optimizer is not the pipeline's: give it one with "
-        "optimizer=lambda params: SGD(params, lr=0.1), or use step"
+        "optimizer_fn=lambda params: SGD(params, lr=0.1), or use step"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
         pipe.run(batches(2))
@@ -529,7 +546,7 @@ def test_a_loader_gives_pairs(build: Build) -> None:
         list(build().run([torch.ones(4, 4)]))  # type: ignore[list-item]
 
 
-def test_gradients_of_inputs_are_not_lost_without_a_word(build: Build) -> None:
+def test_gradients_of_inputs_are_not_lost_silently(build: Build) -> None:
     inputs = torch.ones(4, 4, requires_grad=True)
     with pytest.raises(BatchError, match="inputs require gradients, but a stream passes none back"):
         list(build().run([(inputs, torch.ones(4, 4))]))

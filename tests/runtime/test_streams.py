@@ -25,10 +25,13 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import Pipeline, Results
-from stageline.runtime.engine.result import StepResult
+from stageline.options import Options
+from stageline.pipeline import Pipeline
+from stageline.runtime.batches.result import StepResult
+from stageline.runtime.batches.run import StepResults
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
+from stageline.zoo.cases import grouped
 from stageline.zoo.plain import train_plainly
 from stageline.zoo.plain_asynchronous import train_asynchronously
 
@@ -52,7 +55,7 @@ SEED = 5
 
 
 def noisy(dropout: float = 0.2) -> LayerSequence:
-    """Dropout, BatchNorm, and weights in every two layers."""
+    """A model with dropout, BatchNorm, and weights in every second layer."""
     torch.manual_seed(1)
     return LayerSequence.of(
         [
@@ -71,7 +74,7 @@ def batches(*lengths: int) -> list[Batch]:
 
 
 class Trained(NamedTuple):
-    """What training left behind."""
+    """What training leaves: tensors and losses."""
 
     tensors: dict[str, Tensor]  # weights, buffers, and what the optimizer of each stage keeps
     losses: list[float]
@@ -91,7 +94,7 @@ def plainly(
     make_optimizer: MakeOptimizer = OPTIMIZERS["momentum"],
     **given: Any,
 ) -> Trained:
-    """By the plain program of asynchronous rules."""
+    """Train by the plain program of the asynchronous rules."""
     optimizers: list[Optimizer] = []
 
     def make(weights: Weights) -> Optimizer:
@@ -109,11 +112,11 @@ def build(
     defaults: dict[str, Any] = {"seed": SEED, "num_microbatches": 1, "schedule": "pipedream"}
     options = defaults | given
     options.setdefault("num_ranks", len(options.get("balance", [1, 1, 1])))
-    return Pipeline(layers, mse_loss, optimizer=make_optimizer, **options)
+    return Pipeline(layers, mse_loss, optimizer_fn=make_optimizer, **grouped(options))
 
 
 def streamed(data: Iterable[Batch], layers: LayerSequence, *args: Any, **options: Any) -> Trained:
-    """By `pipe.run`."""
+    """Train by `pipe.run`."""
     pipe = build(layers, *args, **options)
     losses = [float(result.loss) for result in pipe.run(data)]
     pipe.close()
@@ -165,7 +168,7 @@ def test_twenty_micro_batches_leave_the_bits_of_the_plain_program(
 def test_mini_batches_of_any_length_leave_the_bits_of_the_plain_program(
     rule: str, backend: str
 ) -> None:
-    """Micro-batches of several sizes; of short mini-batches some are left out."""
+    """Micro-batches of several sizes; short mini-batches have fewer."""
     shared: dict[str, Any] = {"balance": BALANCES[3], "num_microbatches": 3}
     data = batches(7, 1, 6, 2, 9)
     found = streamed(data, noisy(), backend=backend, **shared, **RULES[rule])
@@ -184,7 +187,7 @@ def test_a_stream_that_ends_before_the_pipeline_is_full_is_trained_as_well(
 
 
 def tied_within_a_stage() -> LayerSequence:
-    """The first two layers, and the last two, have a weight in common."""
+    """The first two layers share a weight, and so do the last two."""
     layers = quiet()
     modules = list(layers.modules)
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -281,7 +284,7 @@ def test_2bw_is_not_drained_between_mini_batches() -> None:
 
 
 class Loader:
-    """Counts what it gave; it may break down after that."""
+    """A loader that counts its batches, and may fail after some."""
 
     def __init__(self, data: list[Batch], breaks: bool = False) -> None:
         self.data, self.breaks, self.num_given = data, breaks, 0
@@ -294,18 +297,18 @@ class Loader:
             raise OSError("the disk is full")
 
 
-def to_the_end(stream: Results) -> int:
+def to_the_end(stream: StepResults) -> int:
     return len(list(stream))
 
 
-def until_the_loader_breaks(stream: Results) -> int:
+def until_the_loader_breaks(stream: StepResults) -> int:
     results: list[StepResult] = []
     with pytest.raises(OSError, match="the disk is full"):
         results.extend(result for result in stream)
     return len(results)
 
 
-def with_a_break(stream: Results) -> int:
+def with_a_break(stream: StepResults) -> int:
     """As a for loop is left: nobody holds the stream any more."""
     count = 0
     for _ in stream:
@@ -316,7 +319,7 @@ def with_a_break(stream: Results) -> int:
     return count
 
 
-def until_the_body_raises(stream: Results) -> int:
+def until_the_body_raises(stream: StepResults) -> int:
     def work() -> None:
         for number, _ in enumerate(stream):
             if number == 1:
@@ -328,7 +331,7 @@ def until_the_body_raises(stream: Results) -> int:
     return 2
 
 
-def until_it_is_closed(stream: Results) -> int:
+def until_it_is_closed(stream: StepResults) -> int:
     next(stream)
     next(stream)
     stream.close()
@@ -336,7 +339,7 @@ def until_it_is_closed(stream: Results) -> int:
     return 2
 
 
-ENDINGS: dict[str, Callable[[Results], int]] = {
+ENDINGS: dict[str, Callable[[StepResults], int]] = {
     "end": to_the_end,
     "loader breaks": until_the_loader_breaks,
     "break": with_a_break,
@@ -395,7 +398,7 @@ def test_a_loop_that_is_left_drains_the_stream_at_once(backend: str) -> None:
     pipe = build(layers, balance=BALANCES[3], backend=backend)
     for _ in pipe.run(data):
         break
-    assert not pipe.is_streaming
+    assert not pipe._session.is_streaming
     wanted = plainly(data[: 1 + pipe.ahead], plain, balance=BALANCES[3])
     assert_same_bits(trained(layers, pipe.optimizers, wanted.losses), wanted)
     pipe.close()
@@ -454,7 +457,7 @@ class Memories:
 
 
 def one_weight_each(num_stages: int) -> LayerSequence:
-    """And statistics, which nobody keeps versions of."""
+    """And statistics, which have no versions."""
     torch.manual_seed(1)
     norm = partial(nn.BatchNorm1d, 6, affine=False)
     stages = [nn.Sequential(nn.Linear(6, 6, bias=False), norm()) for _ in range(num_stages)]
@@ -492,7 +495,7 @@ def test_a_stage_holds_the_versions_that_are_in_use_and_no_other_memory(
     buffers = [buffer.data_ptr() for buffer in pipe.layers.modules.buffers()]
     most: Counter[int] = Counter()
     for _ in pipe.run(data):
-        for number, stage in enumerate(pipe.executor.stages):
+        for number, stage in enumerate(pipe._session.assembly.stages):
             held = stage.versions.num_bytes if stage.versions else bytes_of_one
             most[number] = max(most[number], held // bytes_of_one)
     assert [max(counts) for counts in memories.counts] == versions
@@ -508,8 +511,10 @@ def test_steps_that_are_left_out_hold_no_more_versions() -> None:
     pipe = build(one_weight_each(3), balance=[2] * 3, num_microbatches=1, backend="serial")
     data = [(torch.randn(4, 6), torch.full((4, 6), torch.inf)) for _ in range(12)]
     for _ in pipe.run(data):
-        kept = [len(stage.versions.kept) for stage in pipe.executor.stages if stage.versions]
-        assert kept == [3, 2] or not pipe.is_streaming
+        kept = [
+            len(stage.versions.kept) for stage in pipe._session.assembly.stages if stage.versions
+        ]
+        assert kept == [3, 2] or not pipe._session.is_streaming
     pipe.close()
 
 
@@ -564,7 +569,7 @@ def test_synchronous_schedules_stream_to_the_bits_of_the_plain_loop(schedule: st
     losses = train_plainly(plain, mse_loss, optimizer, data, num_microbatches=4, seed=SEED)
     wanted = Trained(plain.state_dict(), losses)
     options: dict[str, Any] = {"schedule": schedule, "num_ranks": 2, "num_microbatches": 4}
-    options |= {"recompute": RECOMPUTE[number % 3], "scheduler": warm_up}
+    options |= {"recompute": RECOMPUTE[number % 3], "scheduler_fn": warm_up}
     backend, other = BACKENDS if number % 2 else BACKENDS[::-1]
     layers = noisy()
     found = streamed(data, layers, make, backend=backend, **options)
@@ -621,9 +626,8 @@ def test_a_step_that_cannot_be_taken_back_waits_for_the_norm_of_all_gradients(
         schedule=schedule,
         num_ranks=2,
         num_microbatches=4,
-        optimizer=lambda own: RMSprop(own, 0.01),
-        max_norm=0.5,
-        seed=SEED,
+        optimizer_fn=lambda own: RMSprop(own, 0.01),
+        options=Options(max_norm=0.5, seed=SEED),
     )
     found = [float(result.loss) for result in pipe.run(data)]
     wanted = Trained(plain.state_dict(), losses)
@@ -635,7 +639,7 @@ def test_a_step_that_cannot_be_taken_back_waits_for_the_norm_of_all_gradients(
 
 
 class Careful(SGD):
-    """Leaves a step out if a gradient is not finite: for the plain program."""
+    """Skips a step if a gradient is not finite, for the plain program."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is used
         weights = (weight for group in self.param_groups for weight in group["params"])
@@ -644,7 +648,7 @@ class Careful(SGD):
 
 
 @pytest.mark.parametrize(("when", "rule", "backend"), covering(([0, 3], RULES, BACKENDS)))
-def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_once(
+def test_a_loss_that_is_not_finite_does_not_change_the_weights_and_warns_once(
     when: int, rule: str, backend: str
 ) -> None:
     data = batches(*[6] * 7)
@@ -661,7 +665,9 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_o
     )
     layers = noisy()
     pipe = build(layers, backend=backend, scheduler=warm_up, **shared, **RULES[rule])
-    message = f"^step {when}: gradients are not finite on stages 0, 1, 2, where the step was left"
+    message = (
+        f"^step {when}: gradients are not finite on stages 0, 1, 2, where the step was skipped"
+    )
     with pytest.warns(RuntimeWarning, match=message) as told:
         results = list(pipe.run(data))
     assert len(told) == 1
@@ -674,7 +680,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_o
 
 
 class Burst(torch.autograd.Function):
-    """Nothing, with a gradient that is not finite."""
+    """Zero, with a gradient that is not finite."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:  # noqa: ARG004
@@ -700,7 +706,7 @@ class Bursting(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:step 2. gradients are not finite on stage 1, where")
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
-def test_only_the_stages_concerned_leave_a_step_out(schedule: str) -> None:
+def test_only_the_affected_stages_skip_a_step(schedule: str) -> None:
     modules = list(quiet().modules)
     layers = LayerSequence.of([*modules[:3], Bursting(), *modules[3:]])
     pipe = build(layers, schedule=schedule, balance=[3, 2, 4], backend="serial")
@@ -711,7 +717,7 @@ def test_only_the_stages_concerned_leave_a_step_out(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
-def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -> None:
+def test_training_that_diverges_warns_once_within_a_few_steps(schedule: str) -> None:
     """The learning rate is a thousand times too large from mini-batch 20 on."""
 
     def scheduler(optimizer: Optimizer) -> LRScheduler:
@@ -720,10 +726,10 @@ def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -
     def gradient_descent(weights: Weights) -> Optimizer:
         return SGD(weights, 0.02)
 
-    options = {"schedule": schedule, "num_microbatches": 3, "scheduler": scheduler}
+    options = {"schedule": schedule, "num_microbatches": 3, "scheduler_fn": scheduler}
     pipe = build(quiet(), gradient_descent, backend="serial", **options)
     with pytest.warns(
-        RuntimeWarning, match=r"^step 2[0-4]: the (update|loss).* smaller learning"
+        RuntimeWarning, match=r"^step 2[0-4]: the (norm of the update|loss).* smaller learning"
     ) as told:
         for _ in pipe.run(batches(*[6] * 40)):
             pass
@@ -731,7 +737,7 @@ def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -
     pipe.close()
 
 
-def test_a_divergence_in_the_last_steps_of_a_stream_is_told_too() -> None:
+def test_a_divergence_in_the_last_steps_of_a_stream_warns_too() -> None:
     data = batches(*[6] * 8)
     data[-1] = data[-1][0], 1e4 * data[-1][1]
     pipe = build(quiet(), backend="serial")
@@ -758,7 +764,7 @@ def down_and_up(optimizer: Optimizer) -> LRScheduler:
         ("decay", down_and_up, "vertical_sync"),
     ],
 )
-def test_ordinary_training_is_not_warned_of(
+def test_ordinary_training_does_not_warn(
     optimizer: str, scheduler: Callable[[Optimizer], LRScheduler] | None, rule: str
 ) -> None:
     """A small classifier, on two samples at a time: its gradients go up and down a lot."""
@@ -769,10 +775,10 @@ def test_ordinary_training_is_not_warned_of(
         cross_entropy,
         num_ranks=2,
         num_microbatches=2,
-        optimizer=OPTIMIZERS[optimizer],
-        scheduler=scheduler,
+        optimizer_fn=OPTIMIZERS[optimizer],
+        scheduler_fn=scheduler,
         backend="serial",
-        **RULES[rule],
+        **grouped(RULES[rule]),
     )
     teacher, data = torch.randn(8, 3), [torch.randn(2, 8) for _ in range(60)]
     assert len(list(pipe.run((x, (x @ teacher).argmax(1)) for x in data))) == 60

@@ -1,4 +1,4 @@
-"""A step that is taken back and made again with clipped gradients, beside one that was not."""
+"""A step that is undone and repeated with clipped gradients equals one that was clipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from stageline.errors import ModelError
-from stageline.runtime.optimizers.undo import check_undoable, remember, undo
+from stageline.runtime.optimizers.undo import check_undoable, prepare_undo, undo
 
 Build = Callable[[Sequence[nn.Parameter]], Optimizer]
 
@@ -64,13 +64,13 @@ def on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def trained(
     build: Build, undone: set[int], clip: float = 0.3, dtype: torch.dtype = torch.float32
 ) -> tuple[list[nn.Parameter], Optimizer]:
-    """Six steps with clipped gradients; those in `undone` were first made without clipping."""
+    """Make six steps with clipped gradients; those in `undone` first without clipping."""
     weights = weights_of(dtype)
     optimizer = build(weights)
     for step in range(6):
         if step in undone:
             give(weights, gradients_of(weights, step, 0.5))
-            before = remember(optimizer)
+            before = prepare_undo(optimizer)
             optimizer.step()
             undo(optimizer, before)
         give(weights, gradients_of(weights, step, 0.5 * clip))
@@ -121,7 +121,7 @@ def optimizers(draw: st.DrawFn) -> Build:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(optimizers(), st.sets(st.integers(0, 5), min_size=1), st.floats(0.3, 1))
-def test_whatever_the_options_undone_steps_leave_no_trace(
+def test_undone_steps_change_nothing_with_any_options(
     build: Build, undone: set[int], clip: float
 ) -> None:
     assert_same(trained(build, undone, clip), trained(build, set(), clip), atol=1e-6 * len(undone))
@@ -145,7 +145,7 @@ def test_a_first_step_leaves_no_state_behind() -> None:
         weights = weights_of()
         optimizer = kind(weights, lr=0.02, **options)  # type: ignore[call-arg]  # all have it
         give(weights, gradients_of(weights, 0, 0.5))
-        before = remember(optimizer)
+        before = prepare_undo(optimizer)
         optimizer.step()
         undo(optimizer, before)
         assert not optimizer.state
@@ -161,7 +161,7 @@ def test_a_weight_whose_first_gradient_comes_later_has_its_first_step_then() -> 
             if step > 0:
                 give(weights[1:], gradients[1:])
             if step == 1 and is_undone:
-                before = remember(optimizer)
+                before = prepare_undo(optimizer)
                 optimizer.step()
                 undo(optimizer, before)
                 assert list(optimizer.state) == [weights[0]]
@@ -178,7 +178,7 @@ def test_a_momentum_of_none_from_an_old_checkpoint_is_no_momentum() -> None:
     optimizer = SGD([weight], 0.1, momentum=0.9, dampening=0.5)
     optimizer.state[weight]["momentum_buffer"] = None
     weight.grad = torch.full_like(weight, 0.5)
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     undo(optimizer, before)
     weight.grad = torch.full_like(weight, 0.25)
@@ -195,7 +195,7 @@ def test_a_weight_without_a_gradient_is_left_alone(kind: type[SGD | Adam]) -> No
     weights[1].grad = None
     was = weights[1].detach().clone()
     state = {key: value.clone() for key, value in optimizer.state[weights[1]].items()}
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     undo(optimizer, before)
     assert torch.equal(weights[1], was)
@@ -211,7 +211,7 @@ def test_a_scheduler_may_have_changed_the_rate_since(
     optimizer = kind(weights, lr=as_given(0.1), weight_decay=0.1)
     scheduler = StepLR(optimizer, step_size=1)
     give(weights, gradients_of(weights, 0, 0.5))
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     scheduler.step()
     undo(optimizer, before)
@@ -236,7 +236,7 @@ def test_a_counter_on_the_device_corrects_as_coarsely_as_it_did(
     weights = weights_of()
     optimizer = Adam(weights, lr=1.0, betas=(0.9, 0.9999), capturable=True)
     give(weights, gradients_of(weights, 0, 0.5))
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     undo(optimizer, before)
     assert_same((weights, optimizer), (weights_of(), optimizer), atol=1e-6)
@@ -261,22 +261,22 @@ def test_weights_and_state_stay_where_they_are_in_memory() -> None:
         *(value for weight in weights for value in optimizer.state[weight].values()),
     ]
     places = [tensor.data_ptr() for tensor in tensors]
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     undo(optimizer, before)
     after = [*weights, *(value for weight in weights for value in optimizer.state[weight].values())]
     assert [tensor.data_ptr() for tensor in after] == places
-    assert not before.fresh
+    assert not before.without_state
 
 
 def test_what_was_zero_has_a_square_root_afterwards() -> None:
-    """A second moment of 0, a gradient that is taken back, and then none."""
+    """A second moment of 0, a gradient that is undone, and then none."""
     weight = nn.Parameter(torch.zeros(10_000))
     optimizer = Adam([weight])
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     weight.grad = torch.linspace(-1, 1, 10_000)
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     undo(optimizer, before)
     weight.grad = torch.zeros_like(weight)
@@ -285,7 +285,7 @@ def test_what_was_zero_has_a_square_root_afterwards() -> None:
 
 
 class OurSGD(SGD):
-    """Its step may do anything."""
+    """An optimizer of the user's own."""
 
 
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
@@ -304,14 +304,14 @@ NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
         (SGD([on("cpu")], lr=0.5, weight_decay=2, **NESTEROV), r"has lr \* weight_decay = 1"),
         (SGD([on("cpu")], **NESTEROV, foreach=True), "use foreach=False, or clip before the step"),
         (SGD([on("meta")], **NESTEROV), "use foreach=False, or clip before the step"),
-        (SGD([on("cpu", torch.bfloat16)], fused=True), "which torch 2.13 does not step"),
+        (SGD([on("cpu", torch.bfloat16)], fused=True), "which torch 2.13 skips"),
         (Adam([on("cpu", torch.complex64)]), "has complex weights"),
     ],
 )
 def test_steps_that_cannot_be_taken_back_are_refused_before_they_are_made(
     optimizer: Optimizer, reason: str
 ) -> None:
-    for refuse in (check_undoable, remember):
+    for refuse in (check_undoable, prepare_undo):
         with pytest.raises(ModelError, match=reason):
             refuse(optimizer)
 
@@ -331,14 +331,14 @@ def test_sparse_gradients_are_refused() -> None:
     check_undoable(optimizer)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ModelError, match="sparse gradients"):
-        remember(optimizer)
+        prepare_undo(optimizer)
 
 
-def test_hooks_on_the_step_are_refused_for_nobody_knows_what_they_do() -> None:
+def test_hooks_on_the_step_are_refused() -> None:
     optimizer = SGD([on("cpu")])
     handle = optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ModelError, match="hooks on its step"):
-        remember(optimizer)
+        prepare_undo(optimizer)
     handle.remove()
     check_undoable(optimizer)
 
@@ -353,10 +353,10 @@ def test_hooks_on_the_step_are_refused_for_nobody_knows_what_they_do() -> None:
         AdamW([on("cpu", torch.bfloat16)], lr=0.1, fused=True),
     ],
 )
-def test_steps_that_look_like_those_can_be_taken_back(optimizer: Optimizer) -> None:
+def test_similar_steps_can_be_undone(optimizer: Optimizer) -> None:
     (weight,) = optimizer.param_groups[0]["params"]
     weight.grad = torch.full_like(weight, 0.25)
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()
     assert (weight != 1).all()
     undo(optimizer, before)

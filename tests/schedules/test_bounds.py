@@ -1,4 +1,4 @@
-"""The bounds are below the best of all orders, found by trying every one of them."""
+"""The bounds never exceed the best of all orders, found by trying every one of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from stageline.costs import Costs, Link
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.bounds import lower_bounds
 from stageline.schedules.build import build_schedule
+from stageline.schedules.lower_bounds import lower_bounds
 from stageline.schedules.placement import Placement, loop, wave
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.search.problem import Candidate, Problem
+from stageline.schedules.search.problem import Candidate, SearchProblem
 from stageline.schedules.search.search import search_schedule
 from stageline.simulation.simulate import simulate
 
 
-def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
-    """Every order of a rank's tasks that keeps micro-batches ascending and fits in its memory."""
+def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
+    """Yield every order of a rank's tasks with ascending micro-batches that fits in memory."""
     size, num_forwards = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rows = [
         phase * num_forwards + stage * size for stage in problem.stages[rank] for phase in range(3)
@@ -42,8 +42,8 @@ def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
     return grow([], dict.fromkeys(rows, 0))
 
 
-def best_of_all(problem: Problem) -> tuple[float, float]:
-    """The smallest makespan and the smallest longest span of all orders."""
+def best_of_all(problem: SearchProblem) -> tuple[float, float]:
+    """Return the smallest makespan and the smallest longest span of all orders."""
     makespans, spans = [], []
     orders = [list(all_orders(problem, rank)) for rank in range(problem.num_ranks)]
     for lanes in product(*orders):
@@ -54,7 +54,7 @@ def best_of_all(problem: Problem) -> tuple[float, float]:
     return min(makespans), min(spans)
 
 
-def random_problem(placement: Placement, num_microbatches: int, seed: int) -> Problem:
+def random_problem(placement: Placement, num_microbatches: int, seed: int) -> SearchProblem:
     rng = random.Random(seed)
     num_stages, num_ranks = len(placement), max(placement) + 1
 
@@ -69,7 +69,7 @@ def random_problem(placement: Placement, num_microbatches: int, seed: int) -> Pr
     for rank in range(num_ranks):
         needed = sum(a for a, home in zip(activation, placement, strict=True) if home == rank)
         limits.append(needed * rng.choice((1.0, 1.5, 2.0, 10.0)))
-    return Problem(placement, num_microbatches, costs, tuple(limits))
+    return SearchProblem(placement, num_microbatches, costs, tuple(limits))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -90,7 +90,7 @@ def test_the_search_finds_the_best_of_all_orders(seed: int) -> None:
     costs = problem.costs
     limit = 1 + seed % 3
     limits = tuple(limit * size for size in problem.activation)
-    _, best = best_of_all(Problem(loop(2), 3, costs, limits))
+    _, best = best_of_all(SearchProblem(loop(2), 3, costs, limits))
     timeline = simulate(search_schedule(2, 3, costs, memory_limit=limit), costs)
     assert max(timeline.rank_spans) == pytest.approx(best, rel=1e-9)
 
@@ -113,7 +113,7 @@ SIZES = (0.1, 1 / 3, 1.0, 0.0)  # a tenth is no sum of powers of two: peaks and 
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_no_order_beats_the_bounds_for_its_own_peaks(seed: int) -> None:
-    """Any order that runs: chunks, micro-batches out of order, links, zeros, recomputation."""
+    """Draw any order that runs: chunks, unordered micro-batches, links, zeros, recomputation."""
     rng = random.Random(seed)
     placement = rng.choice([loop(2), loop(3), wave(2), loop(2, 2), wave(3), wave(2, 4), (0, 0, 1)])
     num_microbatches = rng.randint(1, 4)
@@ -140,7 +140,7 @@ def test_no_order_beats_the_bounds_for_its_own_peaks(seed: int) -> None:
 
 
 def random_schedule(placement: Placement, num_microbatches: int, rng: random.Random) -> Schedule:
-    """Actions in an order that respects what they wait for, drawn one after another."""
+    """Draw actions one after another, in an order that respects their dependencies."""
     last = len(placement) - 1
     done: set[tuple[int, str, int]] = set()
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
@@ -165,7 +165,7 @@ def random_schedule(placement: Placement, num_microbatches: int, rng: random.Ran
 
 
 def test_peaks_that_are_rounded_do_not_raise_the_bound() -> None:
-    """Six times 0.1 is a digit more than the sum of six: no bound may hang on that."""
+    """6 * 0.1 and the sum of six 0.1 differ in the last digit; no bound may depend on that."""
     costs = Costs(activation=0.1)
     timelines = [
         simulate(build_schedule(name, num_ranks=8, num_microbatches=6), costs)

@@ -1,4 +1,4 @@
-"""Names, sizes and options that `build_schedule` takes, and what it says to the others."""
+"""Names, sizes and options that `build_schedule` takes, and its errors for others."""
 
 import re
 from typing import Any
@@ -34,12 +34,12 @@ def test_names_are_known_once_each() -> None:
         ("dualpipe", "dualpipe_v"),
     ],
 )
-def test_a_name_that_is_nearly_right_is_put_right(name: str, meant: str) -> None:
+def test_a_misspelled_name_gets_a_suggestion(name: str, meant: str) -> None:
     with refused(f"schedule {name!r} is not known: did you mean {meant!r}?"):
         build_schedule(name, num_ranks=2, num_microbatches=4)
 
 
-def test_a_name_like_no_other_gets_the_list_of_all() -> None:
+def test_an_unknown_name_gets_the_list_of_all() -> None:
     names = schedule_names()
     listed = f"{', '.join(names[:-1])} or {names[-1]}"
     with refused(f"schedule 'quux' is not known: use one of {listed}"):
@@ -48,14 +48,14 @@ def test_a_name_like_no_other_gets_the_list_of_all() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 @pytest.mark.parametrize("name", ["num_ranks", "num_microbatches"])
-def test_a_size_that_is_no_whole_number_from_1_up_is_refused(name: str, size: Any) -> None:
+def test_a_size_that_is_not_a_positive_integer_is_rejected(name: str, size: Any) -> None:
     sizes = {"num_ranks": 2, "num_microbatches": 4} | {name: size}
     with refused(f"{name} is {size!r}, but has to be a whole number from 1 up"):
         build_schedule("1f1b", **sizes)
 
 
 @pytest.mark.parametrize("chunks", [0, -2, 1.5, True])
-def test_a_number_of_chunks_that_is_none_is_refused(chunks: Any) -> None:
+def test_an_invalid_number_of_chunks_is_rejected(chunks: Any) -> None:
     message = f"chunks_per_rank is {chunks!r}, but has to be a whole number from 1 up"
     with refused(message):
         build_schedule("looped_bfs", num_ranks=2, num_microbatches=4, chunks_per_rank=chunks)
@@ -63,12 +63,14 @@ def test_a_number_of_chunks_that_is_none_is_refused(chunks: Any) -> None:
 
 def test_an_option_that_a_family_does_not_take_is_refused_with_those_that_do() -> None:
     message = (
-        "'1f1b' was given chunks_per_rank, but takes none: leave it out, "
+        "chunks_per_rank was given for '1f1b', which takes none: omit it, "
         "or use interleaved_1f1b, looped_bfs or hanayo"
     )
     with refused(message):
         build_schedule("1f1b", num_ranks=2, num_microbatches=4, chunks_per_rank=2)
-    with pytest.raises(ScheduleError, match=r"^'looped_bfs' was given seed, but takes chunks_per"):
+    with pytest.raises(
+        ScheduleError, match=r"^seed was given for 'looped_bfs', which takes chunks_per"
+    ):
         build_schedule("looped_bfs", num_ranks=2, num_microbatches=4, seed=1)
 
 

@@ -1,7 +1,8 @@
-"""For every rule a work that breaks just that rule, and what its error says and shows."""
+"""For every rule, a schedule or program that breaks only that rule, and the resulting error."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -10,11 +11,12 @@ from stageline.errors import ScheduleError
 from stageline.schedules import csv
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
-from stageline.schedules.check import DEADLOCK, RULES, Facts, check
+from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import Program
+from stageline.schedules.program.program import Epilogue, Program
 from stageline.schedules.rules.program_rules import PROGRAM_RULES, ProgramFacts
+from stageline.schedules.rules.schedule_rules import DEADLOCK_RULES, SCHEDULE_RULES, ScheduleFacts
 from stageline.schedules.rules.stream_rules import STREAM_RULES, StreamFacts
 from stageline.schedules.schedule import Schedule
 
@@ -22,14 +24,14 @@ SIZES = [(1, 2), (2, 4), (3, 7), (4, 8)]
 
 
 def program(*rows: str, edges: tuple[Edge, ...] | None = None) -> Program:
-    """One string per rank, as for a schedule, with everything else written out as well."""
+    """Build a program from one string per rank, which contains all actions."""
     actions = tuple(tuple(csv.parse_cells(row.split(), rank)) for rank, row in enumerate(rows))
     placement = Schedule.from_text(*rows).placement
     return Program(actions, placement, chain(len(placement)) if edges is None else edges)
 
 
 class Broken(NamedTuple):
-    """A work that breaks one rule, the first line of its error, and the cells that are marked."""
+    """A schedule or program that breaks one rule, the first line of its error, the marked cells."""
 
     work: Schedule | Program
     message: str
@@ -37,44 +39,44 @@ class Broken(NamedTuple):
 
 
 BROKEN = {
-    "something to do": Broken(
-        Schedule(((), ()), (0, 1)), "2 ranks have nothing to do: is this a schedule?", ()
+    "not empty": Broken(
+        Schedule(((), ()), (0, 1)), "2 ranks have no actions: is this a schedule?", ()
     ),
-    "kinds": Broken(
+    "known kinds": Broken(
         Schedule(((Action(0, cast("Kind", "F"), 0), Action(0, Kind.B, 0)),), (0,)),
-        "0F0 has 'F' for its kind: use one of sl.Kind",
+        "the kind of 0F0 is 'F': use one of sl.Kind",
         ("0F0",),
     ),
-    "whole numbers": Broken(
+    "integers": Broken(
         Schedule(((Action(0, Kind.F, cast("int", "0")), Action(0, Kind.B, 0)),), (0,)),
-        "(0, <Kind.F: 'F'>, '0', -1, -1) is an action, but its stage, micro-batch, peer and "
-        "version have to be whole numbers: build it as sl.Action(2, sl.Kind.F, 0)",
+        "(0, <Kind.F: 'F'>, '0', -1, -1) is not a valid action: its stage, micro-batch, peer and "
+        "version must be integers, as in sl.Action(2, sl.Kind.F, 0)",
         ("0F0",),
     ),
     "known ranks": Broken(
         Schedule(Schedule.from_text("0F0 0B0", "1F0 1B0").actions, (0, 2)),
-        "stage 1 is placed on rank 2, but ranks go from 0 to 1: place it on one of them",
+        "stage 1 is placed on rank 2, but ranks go from 0 to 1: place it on one of these",
         (),
     ),
     "only compute": Broken(
         Schedule.from_text("0F0 0SEND_F0 0B0", "1F0 1B0"),
-        "0SEND_F0 does not compute, but a schedule holds only F, I, W and B: leave it to lower()",
+        "0SEND_F0 is in a schedule, which has only F, I, W and B: remove it, lower() will add it",
         ("0SEND_F0",),
     ),
     "no peers": Broken(
         Schedule(((Action(0, Kind.F, 0, peer=3), Action(0, Kind.B, 0)),), (0,)),
-        "0F0>3 has stage 3 as its peer, but only sends and receives have one: leave it out",
+        "0F0>3 has stage 3 as its peer, but only sends and receives have one: omit it",
         ("0F0>3",),
     ),
     "known stages and micro-batches": Broken(
         Schedule.from_text("0F0 0B0", "1F0 1B0 7B0"),
-        "7B0 is out of range, but stages go from 0 to 1, and micro-batches and versions from 0 up",
+        "7B0 is out of range: stages go from 0 to 1, micro-batches and versions start at 0",
         ("7B0",),
     ),
     "replicas side by side": Broken(
         Schedule(Schedule.from_text("0F0 0B0", "1F0 1B0").actions, (0, 1), replicas=(2, 1)),
-        "stages with [2, 1] replicas are placed on ranks [0, 1] on, but ranks hold one stage each, "
-        "in the order of stages: place them so",
+        "stages with [2, 1] replicas are placed on ranks [0, 1], but each rank must hold one "
+        "stage, in the order of the stages: place each stage after the ranks of the previous",
         (),
     ),
     "every rank holds a stage": Broken(
@@ -84,7 +86,7 @@ BROKEN = {
     ),
     "on its own rank": Broken(
         Schedule.from_text("0F0 0B0 1B0", "1F0"),
-        "1B0 stands on rank 0, but its stage is placed on rank 1: move it there",
+        "1B0 is on rank 0, but its stage is placed on rank 1: move it there",
         ("1B0",),
     ),
     "once": Broken(
@@ -92,14 +94,14 @@ BROKEN = {
         "2F0 runs more than once: keep one of them",
         ("2F0", "2F0"),
     ),
-    "whole or in halves": Broken(
+    "B, or I and W": Broken(
         Schedule.from_text("0F0 0B0", "1F0 1B0 1W0"),
-        "1B0 and 1W0 both run, but B is I and W in one: keep B, or I with W",
+        "1B0 and 1W0 both run, but B contains I and W: keep B, or I and W",
         ("1B0", "1W0"),
     ),
     "every forward": Broken(
         Schedule.from_text("0F0 0F1 0B0 0B1", "1F0 1B0 1B1"),
-        "1F1 is missing, but with 0F1 every stage has as many micro-batches: add it",
+        "1F1 is missing, but 0F1 implies as many micro-batches on every stage: add it",
         ("1B1",),
     ),
     "every gradient": Broken(
@@ -122,34 +124,34 @@ BROKEN = {
         "1B0 comes before 1F0, which it needs: swap them",
         ("1B0", "1F0"),
     ),
-    "input before weights": Broken(
+    "input gradient before weight gradient": Broken(
         Schedule.from_text("0F0 0B0", "1F0 1W0 1I0"),
         "1W0 comes before 1I0, which it needs: swap them",
         ("1W0", "1I0"),
     ),
-    "a share for every replica": Broken(
+    "micro-batches for every replica": Broken(
         Schedule.from_text(
             "0F0@0 0B0@0 0STEP@1 0STEP@2",
             "0STEP@1 0F1@0 0B1@0 0STEP@2",
             "1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2",
         ),
-        "a mini-batch of 1 does not go round among the 2 ranks of stage 0: use a multiple of 2 "
+        "1 micro-batches cannot be shared evenly by the 2 ranks of stage 0: use a multiple of 2 "
         "micro-batches, or other replicas",
         (),
     ),
-    "versions everywhere": Broken(
+    "every action has a version": Broken(
         Schedule.from_text("0F0@0 0B0 0STEP@1"),
         "0B0 names no version of its weights, but others do: add it, as in 2F0@1",
         ("0B0",),
     ),
-    "as many micro-batches for each step": Broken(
+    "the same number of micro-batches for every step": Broken(
         Schedule.from_text("0F0@0 0B0@0 0STEP@1 0F1@1 0B1@1 0F2@1 0B2@1 0STEP@2"),
-        "3 micro-batches are not to be shared among 2 steps: use a multiple",
+        "3 micro-batches cannot be shared evenly by 2 steps: use a multiple of 2",
         (),
     ),
     "steps in order": Broken(
         Schedule.from_text("0F0@0 0B0@0 0STEP@2 0F1@0 0B1@0 0STEP@1"),
-        "0STEP@2 stands where 0STEP@1 is due: swap them",
+        "0STEP@2 is found where 0STEP@1 should be: swap them",
         ("0STEP@2",),
     ),
     "every step": Broken(
@@ -159,29 +161,29 @@ BROKEN = {
         "1STEP@2 is missing on rank 1: add it",
         ("1B1@1",),
     ),
-    "weights that exist": Broken(
+    "weights exist before they are used": Broken(
         Schedule.from_text("0F0@1 0B0@1 0STEP@1"),
         "0F0@1 comes before 0STEP@1, which makes its weights: swap them, or use an older version",
         ("0F0@1",),
     ),
-    "the weights of its forward": Broken(
+    "gradients use the weights of their forward": Broken(
         Schedule.from_text("0F0@0 0F1@0 0B0@0 0STEP@1 0B1@1 0STEP@2"),
-        "0B1@1 uses other weights than 0F1@0: a gradient needs those of its forward",
+        "0B1@1 uses different weights than 0F1@0: give both the same version",
         ("0F1@0", "0B1@1"),
     ),
-    "versions never go back": Broken(
+    "versions never decrease": Broken(
         Schedule.from_text("0F0@0 0B0@0 0STEP@1 0F1@1 0B1@1 0STEP@2 0F2@0 0B2@0 0STEP@3"),
-        "0F2@0 uses older weights than 0F1@1: versions that were left behind are gone",
+        "0F2@0 uses older weights than 0F1@1, but these are freed by then: use its version",
         ("0F1@1", "0F2@0"),
     ),
-    "stepped when complete": Broken(
+    "step after its gradients": Broken(
         Schedule.from_text("0F0@0 0STEP@1 0B0@0"),
         "0B0@0 comes after 0STEP@1, which needs its gradient: swap them",
         ("0STEP@1", "0B0@0"),
     ),
-    "stepped before the next": Broken(
+    "step before the next gradients": Broken(
         Schedule.from_text("0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0STEP@2"),
-        "0B1@0 comes before 0STEP@1, so gradients of two steps would be added: swap them",
+        "0B1@0 comes before 0STEP@1, so gradients of two steps would be summed: swap them",
         ("0B1@0",),
     ),
     "no deadlock": Broken(
@@ -194,7 +196,7 @@ BROKEN = {
 FIRST_RANK = "0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD 0STEP"
 LAST_RANK = "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP"
 PROGRAM_BROKEN = {
-    "only what edges call for": Broken(
+    "only what the edges require": Broken(
         program(FIRST_RANK, "1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP"),
         "1SEND_F0 belongs to no edge: remove it",
         ("1SEND_F0",),
@@ -204,12 +206,12 @@ PROGRAM_BROKEN = {
     ),
     "once": Broken(
         program(FIRST_RANK, "1RECV_F0 1F0 1B0 1SEND_B0 1SEND_B0 1REDUCE_GRAD 1STEP"),
-        "1SEND_B0 stands there more than once: keep one of them",
+        "1SEND_B0 appears more than once: keep one of them",
         ("1SEND_B0", "1SEND_B0"),
     ),
     "on its own rank": Broken(
         program(f"1REDUCE_GRAD {FIRST_RANK}", "1RECV_F0 1F0 1B0 1SEND_B0 1STEP"),
-        "1REDUCE_GRAD stands on rank 0, but its stage is placed on rank 1: move it there",
+        "1REDUCE_GRAD is on rank 0, but its stage is placed on rank 1: move it there",
         ("1REDUCE_GRAD",),
     ),
     "sent when made": Broken(
@@ -217,7 +219,7 @@ PROGRAM_BROKEN = {
         "0SEND_F0 comes before 0F0, which makes it: swap them",
         ("0SEND_F0", "0F0"),
     ),
-    "asked for before it is used": Broken(
+    "received before it is used": Broken(
         program("0F0 0SEND_F0 0B0 0RECV_B0 0REDUCE_GRAD 0STEP", LAST_RANK),
         "0RECV_B0 comes after 0B0, which needs it: swap them",
         ("0B0", "0RECV_B0"),
@@ -227,13 +229,13 @@ PROGRAM_BROKEN = {
             "0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1 0REDUCE_GRAD 0STEP",
             "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
         ),
-        "1RECV_F1 is asked for before messages sent earlier than 0SEND_F1: ask in the order of "
-        "sends",
+        "1RECV_F1 comes before receives of messages that are sent before 0SEND_F1: receive "
+        "messages in the order in which they are sent",
         ("1RECV_F1", "1RECV_F0"),
     ),
     "reduced when complete": Broken(
         program("0F0 0RECV_B0 0SEND_F0 0REDUCE_GRAD 0B0 0STEP", LAST_RANK),
-        "0B0 comes after 0REDUCE_GRAD, which sums it over replicas: move the reduction back",
+        "0B0 comes after 0REDUCE_GRAD, which sums it over replicas: put the reduction after it",
         ("0B0",),
     ),
     "reduced before its step": Broken(
@@ -241,9 +243,17 @@ PROGRAM_BROKEN = {
         "0REDUCE_GRAD@1 comes after 0STEP@1, which needs it: swap them",
         ("0STEP@1",),
     ),
-    "nothing after the end": Broken(
+    "epilogue before its step": Broken(
+        replace(
+            program("0F0@0 0B0@0 0REDUCE_GRAD@1 0STEP@1 0UPDATE_STATS@1"),
+            epilogue=Epilogue(stages_with_stats=(0,)),
+        ),
+        "0UPDATE_STATS@1 comes after 0STEP@1, which needs it: swap them",
+        ("0STEP@1", "0UPDATE_STATS@1"),
+    ),
+    "nothing after the step": Broken(
         program("0F0 0RECV_B0 0SEND_F0 0B0 0STEP 0REDUCE_GRAD", LAST_RANK),
-        "0REDUCE_GRAD comes after 0STEP, the end of its stage: move it forward",
+        "0REDUCE_GRAD comes after 0STEP, the last action of its stage: move it before the step",
         ("0REDUCE_GRAD",),
     ),
     "no deadlock, buffered sends": Broken(
@@ -258,7 +268,7 @@ PROGRAM_BROKEN = {
             "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
         ),
         "ranks 0, 1 wait for each other if sends wait for receives: "
-        "0SEND_F1 for 1RECV_F1, 1SEND_B0 for 0RECV_B0: move a receive forward",
+        "0SEND_F1 for 1RECV_F1, 1SEND_B0 for 0RECV_B0: move a receive to an earlier position",
         ("0SEND_F1", "1SEND_B0"),
     ),
 }
@@ -275,10 +285,10 @@ def error_of(work: Schedule | Program) -> str:
     return str(caught.value)
 
 
-def offenders(work: Schedule | Program, up_to: str) -> list[str]:
-    """The names of the broken rules up to one; those below it may take it for granted."""
+def broken_rules(work: Schedule | Program, up_to: str) -> list[str]:
+    """Return the names of the broken rules up to one; rules below it may assume that it holds."""
     broken = []
-    for rule, facts in judges(work):
+    for rule, facts in rules_for(work):
         if any(rule.find(facts)):
             broken.append(rule.name)
         if rule.name == up_to:
@@ -286,19 +296,19 @@ def offenders(work: Schedule | Program, up_to: str) -> list[str]:
     return broken
 
 
-def judges(work: Schedule | Program) -> Iterator[tuple[Any, Any]]:
-    """The rules that are for a work, each with the facts that it looks at."""
+def rules_for(work: Schedule | Program) -> Iterator[tuple[Any, Any]]:
+    """Yield the rules that apply, each with the facts that it takes."""
     if isinstance(work, Program):
         yield from ((rule, ProgramFacts(work)) for rule in PROGRAM_RULES)
         return
-    yield from ((rule, Facts(work)) for rule in RULES)
+    yield from ((rule, ScheduleFacts(work)) for rule in SCHEDULE_RULES)
     if work.is_stream:
         yield from ((rule, StreamFacts(work)) for rule in STREAM_RULES)
-    yield from ((rule, Facts(work)) for rule in DEADLOCK)
+    yield from ((rule, ScheduleFacts(work)) for rule in DEADLOCK_RULES)
 
 
 def test_every_rule_of_all_tables_is_broken_by_an_example() -> None:
-    tables = (*RULES, *STREAM_RULES, *DEADLOCK)
+    tables = (*SCHEDULE_RULES, *STREAM_RULES, *DEADLOCK_RULES)
     assert [rule.name for rule in tables] == list(BROKEN)
     assert [rule.name for rule in PROGRAM_RULES] == list(PROGRAM_BROKEN)
 
@@ -317,7 +327,7 @@ def test_the_grid_of_a_broken_rule_marks_the_offending_cells_and_no_others(broke
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_example_breaks_no_rule_above_its_own(name: str) -> None:
-    assert offenders(BROKEN[name].work, up_to=name) == [name]
+    assert broken_rules(BROKEN[name].work, up_to=name) == [name]
 
 
 @pytest.mark.parametrize("name", PROGRAM_BROKEN)
@@ -325,7 +335,7 @@ def test_an_example_of_a_program_breaks_no_rule_above_its_own(name: str) -> None
     work = PROGRAM_BROKEN[name].work
     assert isinstance(work, Program)
     check(work.schedule)
-    assert offenders(work, up_to=name) == [name]
+    assert broken_rules(work, up_to=name) == [name]
 
 
 def test_the_program_that_the_broken_ones_are_made_from_is_sound() -> None:
@@ -367,7 +377,7 @@ def test_replicas_that_are_no_numbers_of_ranks_are_refused(replicas: Any) -> Non
 
 
 def test_replicas_that_wait_for_each_others_gradients_are_a_deadlock() -> None:
-    """Rank 2 wants 0F2 of rank 0, which first steps with rank 1, which waits for 1B1 of rank 2."""
+    """Rank 2 needs 0F2 of rank 0, which first steps with rank 1, which waits for 1B1 of rank 2."""
     message, *grid = error_of(
         Schedule.from_text(
             "0F0@0 0B0@0 0STEP@1 0F2@1 0B2@1 0STEP@2",

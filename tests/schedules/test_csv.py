@@ -1,4 +1,4 @@
-"""Schedules as files: what is written is read again, and what is no schedule is refused."""
+"""Schedules as files: a round trip changes nothing, and invalid files are rejected."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,7 +43,7 @@ def folder() -> Iterator[Path]:
 
 
 def assert_read_or_refused(path: Path) -> None:
-    """A ScheduleError is an answer, be it on reading or on checking; any other is a defect."""
+    """Reading or checking may raise ScheduleError; any other exception is a defect."""
     with suppress(ScheduleError):
         schedule = Schedule.from_csv(path)
         assert set(schedule.placement) <= set(range(schedule.num_ranks))
@@ -131,9 +131,9 @@ def test_a_peer_that_is_no_neighbour_is_named_and_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no forward in any row, but every stage of a schedule needs one: is this a schedule?"),
-        ("0B0", "no forward in any row, but every stage of a schedule needs one"),
-        ("0F0\n2F0,4F0", "no forward of stage 1, 3, but a stage after it has one: add it"),
+        ("", "no row has a forward, but every stage of a schedule needs one: is this a schedule?"),
+        ("0B0", "no row has a forward, but every stage of a schedule needs one"),
+        ("0F0\n2F0,4F0", "stage 1, 3 has no forward, but a later stage has one: add it"),
         ("0F0\n1F0,frog", "row 1, column 1 is 'frog', but an action looks like 2F0: a stage, then"),
         ("0F0,0f1", "row 0, column 1 is '0f1', but an action looks like 2F0"),
         ("0F0,0UNKNOWN", "row 0, column 1 is '0UNKNOWN', but an action looks like 2F0"),
@@ -142,7 +142,10 @@ def test_a_peer_that_is_no_neighbour_is_named_and_read() -> None:
         ("٣F0", "row 0, column 0 is '٣F0', but an action looks like 2F0"),
         ("0F0>1", "row 0, column 0 is '0F0>1', but only sends and receives have a peer"),
         ("0F0,1234567F0", "row 0, column 1 is '1234567F0', but an action looks like 2F0"),
-        (f"0F0,{'x' * 200_000}", "this is not CSV: field larger than field limit (131072)"),
+        (
+            f"0F0,{'x' * 200_000}",
+            "the text is not valid CSV: field larger than field limit",
+        ),
     ],
 )
 def test_what_is_no_schedule_is_refused_with_its_place(
@@ -160,7 +163,7 @@ def test_a_file_that_is_not_text_is_refused_with_the_byte(tmp_path: Path) -> Non
 
 
 def test_a_file_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """They put a byte order mark in front."""
+    """Spreadsheets begin a file with a byte order mark."""
     path = tmp_path / "excel.csv"
     path.write_text("\ufeff0F0,0B0\n", encoding="utf-8")
     assert Schedule.from_csv(path) == Schedule.from_text("0F0 0B0")

@@ -1,4 +1,4 @@
-"""What lowering adds to a schedule, and that no send ever waits for its receive."""
+"""The actions that lowering adds to a schedule; no send ever waits for its receive."""
 
 import re
 from collections import Counter
@@ -16,10 +16,16 @@ from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge, chain
-from stageline.schedules.precedence import Run, run_lanes
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import TWIN, Program, program_tasks, twin
+from stageline.schedules.program.program import (
+    RECEIVE_KIND,
+    Epilogue,
+    Program,
+    program_tasks,
+    receive_of,
+)
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.task_graph import LaneTimes, run_lanes
 
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 every_name = pytest.mark.parametrize("name", schedule_names())
@@ -27,7 +33,7 @@ every_synchronous = pytest.mark.parametrize("name", schedule_names(synchronous=T
 
 
 def some_edges(num_stages: int, rng: Random) -> list[Edge]:
-    """The chain and two values that skip stages, if there are so many."""
+    """Return the chain and two values that skip stages, if there are enough stages."""
     skips = [(w, r) for w in range(num_stages) for r in range(w + 2, num_stages)]
     return [*chain(num_stages), *rng.sample(skips, min(2, len(skips)))]
 
@@ -38,7 +44,7 @@ def any_edges(num_stages: int, rng: Random) -> list[Edge]:
 
 
 def position(program: Program, action: Action) -> int:
-    """Where an action stands in the row of its rank."""
+    """Return the position of an action in the row of its rank."""
     return program.actions[program.placement[action.stage]].index(action)
 
 
@@ -50,8 +56,30 @@ def test_a_lowered_pair_of_ranks_written_out() -> None:
     ]
 
 
+def test_the_epilogue_of_a_model_stands_before_the_steps_of_each_rank() -> None:
+    schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=2)
+    epilogue = Epilogue(reduces_tied=True, stages_with_stats=(1, 2), clips=True)
+    program = lower(schedule, epilogue=epilogue)
+    check(program)
+    assert [" ".join(map(str, row[-6:])) for row in program.actions] == [
+        "0REDUCE_GRAD 0REDUCE_TIED 2UPDATE_STATS 0CLIP_GRAD 0STEP 2STEP",
+        "1REDUCE_GRAD 1REDUCE_TIED 1UPDATE_STATS 1CLIP_GRAD 1STEP 3STEP",
+    ]
+
+
+def test_in_a_stream_running_statistics_are_updated_before_the_step_of_their_stage() -> None:
+    schedule = build_schedule("pipedream", num_ranks=2, num_microbatches=1)
+    program = lower(schedule, epilogue=Epilogue(stages_with_stats=(1,)))
+    check(program)
+    rows = [[str(action) for action in row] for row in program.actions]
+    updates = [i for i, action in enumerate(rows[1]) if "UPDATE_STATS" in action]
+    assert len(updates) == schedule.num_minibatches
+    assert all(rows[1][i + 1] == rows[1][i].replace("UPDATE_STATS", "STEP") for i in updates)
+    assert not any("UPDATE_STATS" in action for action in rows[0])
+
+
 def test_a_receive_is_asked_for_no_earlier_than_the_sender_is_known_to_have_come_so_far() -> None:
-    """Rank 1 sends 1SEND_B0 when it has had 0F1; rank 2 sends 2SEND_B0 when it has had 1F0 only."""
+    """Rank 1 sends 1SEND_B0 after it received 0F1; rank 2 sends 2SEND_B0 after only 1F0."""
     program = lower(build_schedule("1f1b", num_ranks=3, num_microbatches=2))
     ends = "1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD 1STEP"
     assert [" ".join(map(str, row)) for row in program.actions] == [
@@ -70,7 +98,7 @@ def test_a_receive_follows_what_led_to_its_message_by_way_of_other_ranks() -> No
 
 
 def test_the_diagram_in_the_docstring_of_lowering_is_what_it_writes() -> None:
-    import stageline.schedules.program.lowering as module  # noqa: PLC0415  its text is the subject
+    import stageline.schedules.program.insert_communication as module  # noqa: PLC0415  its text is the subject
 
     drawn = re.findall(r"rank \d │ (.*?)(?:  .*)?$", module.__doc__ or "", flags=re.MULTILINE)
     program = lower(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
@@ -151,18 +179,17 @@ def test_an_edge_given_twice_is_one_edge() -> None:
 
 
 @pytest.mark.parametrize("edge", [(1, 0), (0, 0), (0, 4), (-1, 1), (4, 5)])
-def test_an_edge_that_leads_backwards_or_nowhere_is_refused(edge: Edge) -> None:
+def test_an_edge_to_an_earlier_or_unknown_stage_is_rejected(edge: Edge) -> None:
     schedule = build_schedule("gpipe", num_ranks=4, num_microbatches=2)
     message = (
-        f"edge {edge} leads nowhere, but a value goes from a stage to a later one below 4: "
-        "give (writer, reader)"
+        f"edge {edge} is invalid: give (writer, reader), a stage and a later one, both from 0 to 3"
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
         lower(schedule, [*chain(4), edge])
 
 
 def test_a_schedule_that_breaks_a_rule_is_not_lowered() -> None:
-    with pytest.raises(ScheduleError, match=r"^1F0 is missing, but with 0F0 "):
+    with pytest.raises(ScheduleError, match=r"^1F0 is missing, but 0F0 implies "):
         lower(Schedule.of(Schedule.from_text("0F0 0B0", "1B0 1F1 1B1").actions[:1], (0, 0)))
 
 
@@ -182,7 +209,7 @@ def test_a_message_is_sent_right_behind_its_maker_and_asked_for_before_its_reade
                 ]
                 assert all(other.kind in MESSAGES for other in behind)
             for send in routes.awaited(action):
-                assert position(program, twin(send)) < made
+                assert position(program, receive_of(send)) < made
 
 
 @every_name
@@ -210,8 +237,8 @@ def test_a_rank_ends_with_one_step_for_each_of_its_stages(name: str) -> None:
         assert Kind.STEP not in {action.kind for action in row[: -len(stages)]}
 
 
-def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
-    """Everything takes a time of its own, which may be none; messages take none of their rank's."""
+def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> LaneTimes:
+    """Run with random times, which may be 0; messages do not take time of their rank."""
     delays = {a: rng.choice([0.0, rng.random(), 9.0]) for row in program.actions for a in row}
     tasks = program_tasks(program, delays.__getitem__, rendezvous=rendezvous)
     durations = [rng.choice([0.0, rng.random(), 5.0]) for _ in range(tasks.num_tasks)]
@@ -219,7 +246,7 @@ def run_at_random(program: Program, rng: Random, *, rendezvous: bool) -> Run:
         for action, task in zip(row, lane, strict=True):
             if action.kind in MESSAGES:
                 durations[task] = 0.0
-    run = run_lanes(tasks.lanes, durations, tasks.waits)
+    run = run_lanes(tasks.lanes, durations, tasks.dependencies)
     assert run.is_complete(tasks.lanes)
     return run
 
@@ -243,12 +270,12 @@ def test_in_no_timing_does_a_send_of_a_single_step_wait_for_its_receive(
     assert not list(sends_that_wait(program, run))
 
 
-def sends_that_wait(program: Program, run: Run) -> Iterator[Action]:
-    """A send follows its maker, its rank's receives or other sends: later than these, it waits."""
+def sends_that_wait(program: Program, run: LaneTimes) -> Iterator[Action]:
+    """Yield sends that start later than the end of the actions before them on their rank."""
     tasks = program_tasks(program, lambda _: 0.0)
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
         for (before, task), action in zip(pairwise(lane), row[1:], strict=True):
-            if action.kind in TWIN and run.starts[task] > run.ends[before]:
+            if action.kind in RECEIVE_KIND and run.starts[task] > run.ends[before]:
                 yield action
 
 
@@ -258,7 +285,7 @@ def test_a_fast_rank_of_a_stream_waits_until_the_next_has_begun_its_mini_batch()
     durations = [0.0] * tasks.num_tasks
     for action, task in zip(program.actions[1], tasks.lanes[1], strict=True):
         durations[task] = float(action.kind in COMPUTE)
-    run = run_lanes(tasks.lanes, durations, tasks.waits)
+    run = run_lanes(tasks.lanes, durations, tasks.dependencies)
     assert [str(send) for send in sends_that_wait(program, run)] == ["0SEND_F1", "0SEND_F2"]
 
 
@@ -273,7 +300,7 @@ def test_a_fast_rank_of_a_stream_waits_until_the_next_has_begun_its_mini_batch()
 def test_a_send_of_a_stream_waits_only_for_a_rank_that_has_not_begun_its_mini_batch(
     name: str, p: int, count: int, replicated: bool, seed: int
 ) -> None:
-    """That another mini-batch will come is not known before: a send may wait so long."""
+    """It is not known earlier whether there is another mini-batch, so a send may wait."""
     replicas = [p, 1] if replicated and name.startswith("pipedream") else None
     schedule = build_schedule(
         name,
@@ -285,8 +312,8 @@ def test_a_send_of_a_stream_waits_only_for_a_rank_that_has_not_begun_its_mini_ba
     program = lower(schedule, some_edges(schedule.num_stages, Random(seed)))
     run = run_at_random(program, Random(seed), rendezvous=True)
     for send in sends_that_wait(program, run):
-        row = program.actions[program.routes.home(send.peer, send.microbatch)]
-        behind = row[row.index(twin(send)) :]
+        row = program.actions[program.routes.rank_of(send.peer, send.microbatch)]
+        behind = row[row.index(receive_of(send)) :]
         upcoming = next(a for a in behind if a.kind in COMPUTE)
         begun = {a.microbatch // (2 * p) for a in row[: -len(behind)] if a.kind is Kind.F}
         own = send.microbatch // (2 * p)
@@ -300,7 +327,7 @@ def test_a_stream_asks_for_nothing_of_a_mini_batch_that_it_has_not_come_to(name:
     for row in program.actions:
         first = {a.microbatch // 4: i for i, a in reversed([*enumerate(row)]) if a.kind is Kind.F}
         for place, action in enumerate(row):
-            if action.kind in TWIN.values() and action.microbatch >= 4:
+            if action.kind in RECEIVE_KIND.values() and action.microbatch >= 4:
                 ahead = row[place : first[action.microbatch // 4]]
                 assert not [a for a in ahead if a.kind in COMPUTE or a.kind is Kind.STEP]
 
@@ -313,7 +340,7 @@ def test_any_edges_give_a_program_that_keeps_all_rules(name: str, p: int, seed: 
 
 
 def test_receives_moved_behind_the_sends_before_their_readers_can_make_a_send_wait() -> None:
-    """The promise is no matter of course: later receives keep all other rules, and it breaks."""
+    """Later receives satisfy all other rules, but can make a send wait."""
     rows = [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0STEP",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
@@ -330,7 +357,7 @@ def test_receives_moved_behind_the_sends_before_their_readers_can_make_a_send_wa
 )
 def test_edges_that_are_no_pairs_of_stages_are_refused(edges: Any) -> None:
     sound = lower(Schedule.from_text("0F0 0B0", "1F0 1B0"))
-    with pytest.raises(ScheduleError, match=r"^edge .* leads nowhere"):
+    with pytest.raises(ScheduleError, match=r"^edge .* is invalid"):
         lower(sound.schedule, edges)
-    with pytest.raises(ScheduleError, match=r"^edge .* leads nowhere"):
+    with pytest.raises(ScheduleError, match=r"^edge .* is invalid"):
         check(Program(sound.actions, sound.placement, tuple(edges)))

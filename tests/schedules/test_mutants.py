@@ -1,4 +1,4 @@
-"""Sound schedules and programs with one thing changed: judged, never crashed upon.
+"""Valid schedules and programs with one change: `check` accepts or rejects them, and never crashes.
 
 A mutant is either refused with a ScheduleError, or good enough for everything that comes after.
 """
@@ -60,7 +60,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def mutated(draw: st.DrawFn, actions: Sequence[Sequence[Action]], changes: Sequence[str]) -> Rows:
-    """The rows with one change, which may be none in effect: a swap of one action with itself."""
+    """Draw rows with one change, possibly without effect: a swap of an action with itself."""
     rows = [list(row) for row in actions]
     rank = draw(st.sampled_from(range(len(rows))))
     row = rows[rank]
@@ -158,7 +158,7 @@ def test_a_stream_without_one_of_its_actions_is_refused(
 def test_a_stream_in_which_one_action_has_another_version_is_refused(
     stream: Schedule, data: st.DataObject, change: int
 ) -> None:
-    """A gradient is tied to its forward, a step to its place."""
+    """A gradient must use the version of its forward, and a step must make the next one."""
     rows = [list(row) for row in stream.actions]
     row = rows[data.draw(st.sampled_from(range(len(rows))))]
     position = data.draw(st.sampled_from(range(len(row))))
@@ -171,7 +171,7 @@ def test_a_stream_in_which_one_action_has_another_version_is_refused(
 def test_a_step_moved_past_a_gradient_of_its_stage_is_refused(
     stream: Schedule, data: st.DataObject
 ) -> None:
-    """Before, that gradient would be missing from its sum; behind, it would be one too many."""
+    """The gradient would be missing from one sum, or be added to another."""
     rows = [list(row) for row in stream.actions]
     row = rows[data.draw(st.sampled_from(range(len(rows))))]
     steps = [i for i, action in enumerate(row) if action.kind is Kind.STEP]

@@ -21,7 +21,7 @@ from stageline.schedules.search.budget import (
     MOST_SECONDS,
     NUM_TIMINGS,
     TASKS_PER_SECOND,
-    Budget,
+    SearchBudget,
 )
 from stageline.schedules.search.search import search_schedule
 from stageline.simulation.simulate import simulate
@@ -34,7 +34,7 @@ SEQUENCE = 1024
 
 
 def row_costs(row: dict[str, str], chunks: int) -> Costs:
-    """Times as the row gives them, memory of one layer as the paper counts it, by chunk."""
+    """Return costs with the times of the row, and memory as the paper counts it, by chunk."""
     hidden, heads = MODELS[row["model"]]
     activation, retained = 34 * hidden + 5 * heads * SEQUENCE, 32 * hidden
     forward, input_grad, weight_grad, transfer = (float(row[name]) for name in "FBWc")
@@ -76,7 +76,7 @@ def test_zbv_is_no_higher_than_the_paper(row: dict[str, str]) -> None:
 
 
 def uneven(num_stages: int) -> Costs:
-    """A large embedding in front, a larger head behind, and layers that differ between."""
+    """Return costs with a large embedding first, a larger head last, and different layers."""
     forward = [1.4, *(1 + 0.1 * (stage % 3) for stage in range(num_stages - 2)), 1.8]
     return Costs(forward, [1.1 * f for f in forward], [0.7 * f for f in forward], 0.05)
 
@@ -151,9 +151,9 @@ def test_a_limit_in_bytes_leaves_room_for_what_is_not_activations() -> None:
     ("limit", "message"),
     [
         ("8.5GiB", "rank 0 needs 8GiB before its first activation and 1GiB for one micro-batch"),
-        ("a lot", "'a lot' is no size in bytes: write it like '22GiB'"),
-        (0.5, "memory_limit is 0.5 micro-batches, but a rank needs 1 or more"),
-        (22 * 1024**3, "if these are bytes, write them as text, such as '22GiB'"),
+        ("a lot", "'a lot' is not a size in bytes: write it like '22GiB'"),
+        (0.5, "memory_limit is 0.5 micro-batches, but a rank needs at least 1"),
+        (22 * 1024**3, "write bytes as text, such as '22GiB'"),
     ],
 )
 def test_an_impossible_limit_says_what_is_needed(limit: float | str, message: str) -> None:
@@ -176,7 +176,7 @@ def test_several_chunks_in_a_loop_are_searched_as_well() -> None:
 def test_a_v_takes_an_even_number_of_chunks() -> None:
     with pytest.raises(ScheduleError, match=r"chunks_per_rank is 3, but a V has two, .*: use 4"):
         search_schedule(4, 8, placement="v", chunks_per_rank=3)
-    with pytest.raises(ScheduleError, match="placement is 'w', but the search knows 'straight'"):
+    with pytest.raises(ScheduleError, match="placement is 'w', but must be 'straight' or 'v'"):
         search_schedule(4, 8, placement="w")
 
 
@@ -190,7 +190,10 @@ def test_a_v_takes_an_even_number_of_chunks() -> None:
         ({"time_budget": "1"}, "time_budget is '1', but has to be a number of seconds above 0"),
         ({"costs": {"forward": 1}}, "costs is {'forward': 1}, but has to be a Costs: use sl.Costs"),
         ({"memory_limit": [3]}, "memory_limit is [3], but has to be a number or text"),
-        ({"memory_limit": "6GiB"}, "an activation takes 1 bytes: give costs with activation in"),
+        (
+            {"memory_limit": "6GiB"},
+            "an activation takes 1 bytes: give costs with activation in",
+        ),
     ],
 )
 def test_wrong_arguments_are_told_at_the_door(arguments: dict[str, Any], message: str) -> None:
@@ -200,7 +203,7 @@ def test_wrong_arguments_are_told_at_the_door(arguments: dict[str, Any], message
 
 
 def test_a_hand_made_order_that_is_optimal_ends_the_search() -> None:
-    """64 ranks and 256 micro-batches would take a quarter of a minute otherwise."""
+    """64 ranks and 256 micro-batches would otherwise take 15 seconds."""
     timeline = simulate(build_schedule("zbv", num_ranks=16, num_microbatches=64, costs=Costs()))
     assert timeline.span_bubble == 0
 
@@ -218,13 +221,13 @@ def test_a_slow_machine_finds_the_same_schedule(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_budget_is_spent_once() -> None:
-    budget = Budget.of(100, time_budget=None)
+    budget = SearchBudget.of(100, time_budget=None)
     assert budget.num_tasks == NUM_TIMINGS * 100
-    assert budget.may_spend(NUM_TIMINGS * 100)
-    assert budget.is_spent
-    assert not budget.may_spend(1)
-    assert Budget.of(100, time_budget=2.0).num_tasks == 2.0 * TASKS_PER_SECOND
-    assert Budget.of(10**9, time_budget=None).num_tasks == MOST_SECONDS * TASKS_PER_SECOND
+    assert budget.spend(NUM_TIMINGS * 100)
+    assert budget.is_exhausted
+    assert not budget.spend(1)
+    assert SearchBudget.of(100, time_budget=2.0).num_tasks == 2.0 * TASKS_PER_SECOND
+    assert SearchBudget.of(10**9, time_budget=None).num_tasks == MOST_SECONDS * TASKS_PER_SECOND
 
 
 def test_progress_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +237,14 @@ def test_progress_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    with Budget(1000) as budget:
-        budget.may_spend(100)
+    with SearchBudget(1000) as budget:
+        budget.spend(100)
         assert not terminal.getvalue()
         clock[0] = 1.5
-        budget.may_spend(100)
+        budget.spend(100)
         assert budget.bar is not None
         progress = budget.bar[0]
         assert progress.tasks[0].completed == 200
         assert not progress.finished
     assert not progress.live.is_started
-    assert "searching a schedule" in terminal.getvalue()
+    assert "searching for a schedule" in terminal.getvalue()

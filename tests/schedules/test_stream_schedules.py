@@ -1,4 +1,4 @@
-"""Schedules of several mini-batches: sound, periodic, the same after a file, and how far ahead."""
+"""Schedules of several mini-batches: rules, periods, files and warm-up."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.stream import folded, unrolled
+from stageline.schedules.program.stream import find_period, unroll
 from stageline.schedules.rules.program_rules import ProgramFacts, deadlocked
 from stageline.schedules.schedule import Schedule
 
@@ -63,7 +63,7 @@ def built(stream: str, **options: Any) -> Schedule:
 
 @every_stream
 def test_a_stream_and_its_program_keep_all_rules(stream: str) -> None:
-    """Of which the last are that ranks never wait for each other, with rendezvous sends too."""
+    """The last rules are the absence of deadlocks, also with rendezvous sends."""
     schedule = built(stream)
     check(schedule)
     program = lower(schedule)
@@ -75,9 +75,9 @@ def test_a_stream_and_its_program_keep_all_rules(stream: str) -> None:
 @every_stream
 def test_the_period_of_a_stream_gives_it_at_any_length(stream: str) -> None:
     schedule = built(stream)
-    period = folded(schedule)
+    period = find_period(schedule)
     for count in (schedule.num_minibatches, 1, 2, 13):
-        assert unrolled(period, count) == built(stream, num_minibatches=count)
+        assert unroll(period, count) == built(stream, num_minibatches=count)
 
 
 @every_stream
@@ -150,8 +150,8 @@ def test_the_first_mini_batch_of_a_synchronous_stream_is_the_schedule_itself(nam
 def test_what_repeats_nothing_has_no_period() -> None:
     schedule = Schedule.from_text("0F0@0 0F1@0 0B0@0 0STEP@1 0B1@0 0STEP@2 0F2@2 0B2@2 0STEP@3")
     check(schedule)
-    with pytest.raises(ScheduleError, match=r"^no period gives this schedule of 3 mini-batches"):
-        folded(schedule)
+    with pytest.raises(ScheduleError, match=r"^this schedule of 3 mini-batches repeats no period"):
+        find_period(schedule)
 
 
 def test_its_sizes_are_part_of_how_a_stream_shows_itself() -> None:

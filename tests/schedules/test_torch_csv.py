@@ -47,7 +47,7 @@ def process_group() -> Iterator[None]:
 
 
 def torch_stages(stages: tuple[int, ...], num_stages: int) -> list[Any]:
-    """The stages of rank 0; what they compute does not matter."""
+    """Return the stages of rank 0; what they compute does not matter."""
     return [
         pipelining.PipelineStage(torch.nn.Identity(), stage, num_stages, torch.device("cpu"))
         for stage in stages
@@ -64,7 +64,7 @@ def torch_schedule(name: str, num_microbatches: int = NUM_MICROBATCHES) -> Any:
 
 
 def dumped(name: str, folder: Path, num_microbatches: int = NUM_MICROBATCHES) -> Path:
-    """The order of compute as a file; those of one stage a rank have no method that writes it."""
+    """Write the compute order; torch has no method for schedules with one stage per rank."""
     path = folder / f"{name}.csv"
     schedule = torch_schedule(name, num_microbatches)
     if name in OF_SEVERAL_STAGES:
@@ -144,7 +144,7 @@ def test_torch_loads_every_program_but_for_its_optimizer_steps(tmp_path: Path, n
 
 
 def test_torch_takes_a_skip_for_a_message_to_the_neighbour() -> None:
-    """It knows no other: a program with skips is for Stageline alone."""
+    """Torch supports no others: only Stageline runs programs with skips."""
     schedule = build_schedule("gpipe", num_ranks=4, num_microbatches=1)
     program = lower(schedule, [*chain(4), (0, 3)])
     (skip,) = [a for a in program.actions[0] if a.kind is Kind.SEND_F and a.peer == 3]
@@ -200,11 +200,11 @@ def test_zbv_of_torch_has_no_bubble_in_the_span_of_its_ranks(tmp_path: Path) -> 
 
 
 def test_1f1b_of_torch_counts_the_forwards_of_its_last_rank_from_one(tmp_path: Path) -> None:
-    """What torch runs is right; what `_get_pipeline_order` prints is not: 3F1 3B0 … 3F8 3B7."""
+    """Torch runs the right order, but `_get_pipeline_order` prints 3F1 3B0 … 3F8 3B7."""
     schedule = Schedule.from_csv(dumped("Schedule1F1B", tmp_path))
     expected = build_schedule("1f1b", num_ranks=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
     assert schedule.actions[:-1] == expected.actions[:-1]
-    with pytest.raises(ScheduleError, match=r"^0F8 is missing, but with 3F8 every stage"):
+    with pytest.raises(ScheduleError, match=r"^0F8 is missing, but 3F8 implies"):
         check(schedule)
 
     *rest, last = schedule.actions

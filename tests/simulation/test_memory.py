@@ -1,9 +1,9 @@
-"""What each rank holds, level by level, on schedules small enough to count it by hand."""
+"""The memory of each rank over time, on schedules small enough to compute it by hand."""
 
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.spans import Level
+from stageline.report.spans import MemoryLevel
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -16,13 +16,13 @@ def test_an_activation_is_held_from_f_to_i_and_its_retained_part_to_w() -> None:
     timeline = simulate(schedule, Costs(activation=5, retained=2))
     assert timeline.memory == (
         (
-            Level(0, 0, 0),
-            Level(0, 5, 5),  # 0F0 starts
-            Level(1, 10, 10),  # 0F1 starts
-            Level(3, 7, 7),  # 0I0 ends
-            Level(4, 4, 4),
-            Level(5, 2, 2),  # 0W0 ends
-            Level(6, 0, 0),
+            MemoryLevel(0, 0, 0),
+            MemoryLevel(0, 5, 5),  # 0F0 starts
+            MemoryLevel(1, 10, 10),  # 0F1 starts
+            MemoryLevel(3, 7, 7),  # 0I0 ends
+            MemoryLevel(4, 4, 4),
+            MemoryLevel(5, 2, 2),  # 0W0 ends
+            MemoryLevel(6, 0, 0),
         ),
     )
     assert timeline.peak_activations == timeline.peak_memory == (10,)
@@ -30,7 +30,7 @@ def test_an_activation_is_held_from_f_to_i_and_its_retained_part_to_w() -> None:
 
 def test_a_whole_backward_frees_everything_at_its_end() -> None:
     timeline = simulate(Schedule.from_text("0F0 0B0"), Costs(activation=5, retained=2))
-    assert timeline.memory == ((Level(0, 0, 0), Level(0, 5, 5), Level(3, 0, 0)),)
+    assert timeline.memory == ((MemoryLevel(0, 0, 0), MemoryLevel(0, 5, 5), MemoryLevel(3, 0, 0)),)
 
 
 def test_all_of_an_activation_is_retained_unless_said_otherwise() -> None:
@@ -55,15 +55,15 @@ def test_a_working_set_is_held_while_i_or_b_runs_and_is_no_activation() -> None:
     split = simulate(Schedule.from_text("0F0 0F1 0I0 0W0 0I1 0W1"), costs)
     assert split.memory == (
         (
-            Level(0, 0, 0),
-            Level(0, 1, 1),
-            Level(1, 2, 2),
-            Level(2, 2, 10),  # 0I0 runs its forward again
-            Level(4, 2, 2),
-            Level(5, 1, 1),
-            Level(5, 1, 9),
-            Level(7, 1, 1),
-            Level(8, 0, 0),
+            MemoryLevel(0, 0, 0),
+            MemoryLevel(0, 1, 1),
+            MemoryLevel(1, 2, 2),
+            MemoryLevel(2, 2, 10),  # 0I0 runs its forward again
+            MemoryLevel(4, 2, 2),
+            MemoryLevel(5, 1, 1),
+            MemoryLevel(5, 1, 9),
+            MemoryLevel(7, 1, 1),
+            MemoryLevel(8, 0, 0),
         ),
     )
     assert (split.peak_activations, split.peak_memory) == ((2,), (10,))
@@ -77,7 +77,10 @@ def test_parameters_gradients_and_optimizer_state_of_all_stages_of_a_rank_count(
     assert [row[0].total for row in timeline.memory] == [525, 525]
     assert timeline.peak_activations == (2.0, 2.0)
     assert timeline.peak_memory == (527.0, 527.0)
-    assert [row[-1] for row in timeline.memory] == [Level(12, 0, 525), Level(10, 0, 525)]
+    assert [row[-1] for row in timeline.memory] == [
+        MemoryLevel(12, 0, 525),
+        MemoryLevel(10, 0, 525),
+    ]
 
 
 @pytest.mark.parametrize("name", schedule_names())

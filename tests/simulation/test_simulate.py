@@ -1,4 +1,4 @@
-"""Small schedules timed by hand: when everything runs, what travels, and what is refused."""
+"""Small schedules timed by hand: actions, messages, and errors."""
 
 from random import Random
 
@@ -23,12 +23,12 @@ V = Schedule.from_text("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
 
 
 def times(timeline: Timeline) -> list[dict[str, tuple[float, float]]]:
-    """For each rank, when each action starts and ends."""
+    """Return the start and end of each action, by rank."""
     return [{str(span.action): (span.start, span.end) for span in row} for row in timeline.spans]
 
 
 def ways(timeline: Timeline) -> dict[str, tuple[float, float]]:
-    """For each message, when it starts and when it is there."""
+    """Return the start and arrival of each message."""
     return {str(transfer.send): (transfer.start, transfer.end) for transfer in timeline.transfers}
 
 
@@ -334,7 +334,7 @@ def test_a_program_without_one_of_its_messages_is_refused() -> None:
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
-    message = "^forward has 3 values, but the schedule has 2 stages: give one number, or 2$"
+    message = "^forward has 3 values, but the schedule has 2 stages: give one number, or 2 numbers$"
     with pytest.raises(CostsError, match=message):
         simulate(PAIR, Costs(forward=[1, 2, 3]))
 

@@ -1,4 +1,4 @@
-"""Streams timed: no bubble between fill and drain without a flush, and what a flush costs."""
+"""Times of streams: no bubble between fill and drain without a flush, and the cost of a flush."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_one_more_mini_batch_takes_its_work_and_with_a_flush_the_bubble(name: st
 
 
 def test_ranks_of_a_synchronous_stream_begin_the_next_mini_batch_as_soon_as_they_can() -> None:
-    """Rank 1 is ready at 7; rank 0 ends its step at 9 and feeds it again at 10."""
+    """Rank 1 is ready at 7; rank 0 ends its step at 9 and sends its next output at 10."""
     timeline = stream("1f1b", 2, 2, 2)
     starts = [
         {str(span.action): span.start for span in row if span.action.microbatch >= 2}
@@ -77,7 +77,7 @@ def test_a_step_of_replicas_waits_for_the_slowest_of_them() -> None:
 
 
 def test_replicas_of_a_slow_stage_keep_pace_with_a_fast_one() -> None:
-    """Of a stage that takes three times as long, three ranks take as long as one of the other."""
+    """Three ranks of a stage that takes three times as long keep pace with one of the other."""
     ends = []
     for count in (20, 21):
         schedule = build_schedule(

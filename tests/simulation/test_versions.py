@@ -1,12 +1,12 @@
-"""How many versions of its weights each rank holds, counted in parameters of one unit a stage."""
+"""The number of weight versions on each rank, with parameters of size 1 per stage."""
 
 from typing import Any
 
 import pytest
 
 from stageline.costs import Costs
-from stageline.report.measures.memory import peak_memory
-from stageline.report.spans import Level
+from stageline.report.memory import peak_memory
+from stageline.report.spans import MemoryLevel
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
@@ -35,7 +35,7 @@ def test_2bw_holds_two_versions(p: int, m: int) -> None:
 
 
 def test_several_micro_batches_a_mini_batch_make_fewer_versions() -> None:
-    """Three micro-batches are on their way behind one: with m = 2 or 3 that is two steps."""
+    """Three micro-batches are in flight behind one: with m = 2 or 3 that is two steps."""
     assert [most_versions("pipedream", 4, m) for m in (1, 2, 3, 4)] == [
         (4, 3, 2, 1), (3, 2, 2, 1), (2, 2, 2, 1), (2, 2, 2, 1),
     ]  # fmt: skip
@@ -62,13 +62,13 @@ def test_versions_of_the_first_of_two_ranks_level_by_level() -> None:
     schedule = build_schedule("pipedream", num_ranks=2, num_microbatches=1, num_minibatches=3)
     timeline = simulate(schedule, Costs(activation=0, parameters=10))
     assert timeline.memory[0] == (
-        Level(0, 0, 10),
-        Level(6, 0, 20),  # 0STEP@1, while 0B1@0 is still to come
-        Level(9, 0, 10),  # 0B1@0 ends
-        Level(9, 0, 20),  # 0STEP@2, while 0B2@1 is still to come
-        Level(12, 0, 10),
+        MemoryLevel(0, 0, 10),
+        MemoryLevel(6, 0, 20),  # 0STEP@1, while 0B1@0 is still to come
+        MemoryLevel(9, 0, 10),  # 0B1@0 ends
+        MemoryLevel(9, 0, 20),  # 0STEP@2, while 0B2@1 is still to come
+        MemoryLevel(12, 0, 10),
     )
-    assert timeline.memory[1] == (Level(0, 0, 10),)
+    assert timeline.memory[1] == (MemoryLevel(0, 0, 10),)
 
 
 def test_a_version_that_waits_for_its_first_use_is_held() -> None:

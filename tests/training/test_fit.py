@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,28 +66,37 @@ def trained(
     return pipe.state_dict(), reports
 
 
+def interrupt(folder: Path, steps: int, stop_after: int) -> None:
+    """Train until the loader raises; as at the end of a program, wait for a background save."""
+    with pytest.raises(Stop):
+        trained(folder, steps, stop_after)
+    for thread in threading.enumerate():
+        if thread.name == "stageline-save":
+            thread.join(60)
+
+
 @pytest.mark.parametrize(
     "stop_after",
     [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), 8],
 )
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(
+    tmp_path: Path, stop_after: int
+) -> None:
     wanted, _ = trained(None, 13)
-    with pytest.raises(Stop):
-        trained(tmp_path, 13, stop_after)
+    interrupt(tmp_path, 13, stop_after)
     found, _ = trained(tmp_path, 13, ranks=3)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_run_that_is_over_is_not_trained_any_further(tmp_path: Path) -> None:
+def test_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     wanted, _ = trained(tmp_path, 5)
     found, reports = trained(tmp_path, 5)
     assert reports == []
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_each_report_is_one_line_of_the_metrics_also_after_a_stop(tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        trained(tmp_path, 9, stop_after=5)  # saved at step 3, reported at 2 and 4
+def test_metrics_file_has_one_line_per_report_after_a_restart(tmp_path: Path) -> None:
+    interrupt(tmp_path, 9, stop_after=5)  # saved at step 3, reported at 2 and 4
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 5, "lo')  # what a crash leaves
     _, reports = trained(tmp_path, 9)
@@ -103,7 +113,7 @@ def test_each_report_is_one_line_of_the_metrics_also_after_a_stop(tmp_path: Path
     assert last["peak_memory"][0] > 10**7
 
 
-def test_tokens_are_counted_where_inputs_are_tokens() -> None:
+def test_tokens_per_second() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     pipe = sl.Pipeline(model, loss, num_ranks=2, num_microbatches=2, backend="serial")
     data = [(torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 7, dtype=torch.int64))]
@@ -116,7 +126,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_has_the_reported_numbers(tmp_path: Path) -> None:
     _, reports = trained(tmp_path, 4, tensorboard=True)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
@@ -125,7 +135,7 @@ def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
     assert "busy/1" in board.Tags()["scalars"]
 
 
-def test_a_line_for_each_tenth_of_the_steps_where_there_is_no_terminal(
+def test_one_line_per_tenth_of_the_steps_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trained(None, 40)
@@ -137,12 +147,12 @@ def test_a_line_for_each_tenth_of_the_steps_where_there_is_no_terminal(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (iter([(torch.ones(2, 4), torch.ones(2, 1))]), "the loader gave nothing in epoch 1"),
-        ([], "the loader gave nothing in epoch 0"),
+        (iter([(torch.ones(2, 4), torch.ones(2, 1))]), "the loader yielded no batch in epoch 1"),
+        ([], "the loader yielded no batch in epoch 0"),
         ([torch.ones(2, 4)], r"the loader gave a Tensor, but a batch is a pair"),
     ],
 )
-def test_loaders_that_are_none_are_refused(data: Any, message: str) -> None:
+def test_invalid_loaders_are_refused(data: Any, message: str) -> None:
     pipe = sl.Pipeline(
         nn.Sequential(nn.Linear(4, 1)),
         nn.functional.mse_loss,
@@ -154,7 +164,7 @@ def test_loaders_that_are_none_are_refused(data: Any, message: str) -> None:
         sl.fit(pipe, data, torch.optim.SGD(pipe.parameters(), 0.1), steps=3)
 
 
-def test_a_checkpoint_of_ones_own_does_not_say_where_the_data_stood(tmp_path: Path) -> None:
+def test_checkpoint_not_saved_by_fit_is_refused(tmp_path: Path) -> None:
     pipe = sl.Pipeline(
         nn.Sequential(nn.Linear(4, 1)),
         nn.functional.mse_loss,
@@ -164,14 +174,12 @@ def test_a_checkpoint_of_ones_own_does_not_say_where_the_data_stood(tmp_path: Pa
     )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     sl.save(tmp_path, pipe, optimizer, step=4)
-    with pytest.raises(sl.CheckpointError, match=r"is not of sl\.fit"):
+    with pytest.raises(sl.CheckpointError, match=r"was not saved by sl\.fit"):
         sl.fit(pipe, [], optimizer, steps=5, folder=tmp_path)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_pipeline_with_its_own_optimizer_streams_and_goes_on_where_it_was(
-    schedule: str, tmp_path: Path
-) -> None:
+def test_streamed_run_resumes_bit_identically(schedule: str, tmp_path: Path) -> None:
     """Stopped after a checkpoint and begun anew, it has the bits of a run without a stop."""
 
     def trained(folder: Path, *steps: int) -> dict[str, Tensor]:
@@ -184,8 +192,8 @@ def test_a_pipeline_with_its_own_optimizer_streams_and_goes_on_where_it_was(
                 num_ranks=2,
                 num_microbatches=2,
                 schedule=schedule,
-                optimizer=lambda weights: torch.optim.AdamW(weights, 0.01),
-                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+                optimizer_fn=lambda weights: torch.optim.AdamW(weights, 0.01),
+                scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
                 backend="serial",
             )
             reports = sl.fit(pipe, data, None, steps=last, folder=folder, save_every=5)
@@ -199,13 +207,13 @@ def test_a_pipeline_with_its_own_optimizer_streams_and_goes_on_where_it_was(
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
 
 
-def test_fit_refuses_an_optimizer_beside_the_pipelines_own() -> None:
+def test_optimizer_given_to_a_pipeline_with_its_own_is_refused() -> None:
     pipe = sl.Pipeline(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=2,
-        optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
+        optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
         backend="serial",
     )
     with pytest.raises(
@@ -214,7 +222,7 @@ def test_fit_refuses_an_optimizer_beside_the_pipelines_own() -> None:
         sl.fit(pipe, [], pipe.optimizers[0], steps=1)
 
 
-def test_a_checkpoint_that_fit_cannot_go_on_from_changes_nothing(tmp_path: Path) -> None:
+def test_refused_checkpoint_changes_nothing(tmp_path: Path) -> None:
     trained(tmp_path, 6)
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))

@@ -20,7 +20,7 @@ def tiny() -> sl.LayerSequence:
 
 
 def values(layers: sl.LayerSequence, images: Tensor) -> dict[str, Tensor]:
-    """All that is written, by name."""
+    """Return all values that layers write, by name."""
     found = {"x": images}
     for layer in layers:
         (name,) = layer.writes
@@ -41,7 +41,7 @@ def values(layers: sl.LayerSequence, images: Tensor) -> dict[str, Tensor]:
 def test_parameters_are_those_of_gpipes_table_1(
     num_layers: int, num_filters: int, ours: int, paper: float, digit: float
 ) -> None:
-    """Half a per cent may be missing, as for a second head in training, beside the last digit."""
+    """Allow half a per cent, as for an auxiliary head in training, besides the last digit."""
     parameters = on_meta(num_layers, num_filters).modules.parameters()
     assert sum(parameter.numel() for parameter in parameters) == ours
     assert abs(ours - paper) < 0.005 * paper + digit / 2
@@ -67,7 +67,7 @@ def test_cells_halve_the_image_and_widen_it() -> None:
     ]
 
 
-def test_a_size_that_does_not_halve_is_rounded_up_alike_on_all_ways() -> None:
+def test_all_operations_round_odd_sizes_up() -> None:
     found = values(tiny(), torch.randn(2, 3, 37, 51))
     assert found["normal.2"].shape == (2, 256, 2, 2)
     assert found["x"].shape == (2, 5)
@@ -88,13 +88,13 @@ def test_every_cell_reads_the_two_before_it() -> None:
 
 
 @pytest.mark.parametrize("genotype", [NORMAL, REDUCTION])
-def test_no_state_is_lost_or_read_before_it_is_there(genotype: Genotype) -> None:
+def test_every_state_is_used_and_computed_before_it_is_read(genotype: Genotype) -> None:
     read = [{use.state for use in pair} for pair in genotype.pairs]
     assert all(max(states) < number for number, states in enumerate(read, start=2))
     assert set().union(*read) | set(genotype.joined) == set(range(7))
 
 
-def test_halving_sees_every_other_pixel_and_those_diagonally_between() -> None:
+def test_halving_sees_even_pixels_and_odd_pixels() -> None:
     halve = Halve(1, 2).eval()
     for conv in (halve.here, halve.next):
         torch.nn.init.ones_(conv.weight)
@@ -105,7 +105,7 @@ def test_halving_sees_every_other_pixel_and_those_diagonally_between() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "gpipe"), (3, "1f1b")])
-def test_a_step_has_the_bits_of_a_plain_loop(num_ranks: int, schedule: str) -> None:
+def test_a_step_is_bit_identical_to_a_plain_loop(num_ranks: int, schedule: str) -> None:
     pipe = sl.Pipeline(
         tiny(),
         cross_entropy,

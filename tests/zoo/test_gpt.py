@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.zoo.gpt import continued, gpt, loss
+from stageline.zoo.gpt import generate, gpt, loss
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def logits(layers: LayerSequence, tokens: Tensor) -> Tensor:
     return x
 
 
-def test_parameters_are_named_for_what_they_are(layers: LayerSequence) -> None:
+def test_parameter_names(layers: LayerSequence) -> None:
     names = list(layers.state_dict())
     assert names[0] == "embedding.tokens.weight"
     assert "blocks.2.attention.inward.weight" in names
@@ -47,19 +47,19 @@ def test_no_position_sees_those_after_it(layers: LayerSequence) -> None:
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
-def test_the_order_of_what_came_before_counts(layers: LayerSequence) -> None:
+def test_logits_depend_on_the_order_of_earlier_tokens(layers: LayerSequence) -> None:
     one, other = logits(layers, torch.tensor([[1, 2, 3], [2, 1, 3]]))
     assert not torch.allclose(one[-1], other[-1])
 
 
-def test_untrained_it_knows_nothing(layers: LayerSequence) -> None:
+def test_the_initial_loss_is_that_of_guessing(layers: LayerSequence) -> None:
     tokens = torch.randint(11, (64, 8))
     chance = torch.tensor(11.0).log().item()
     assert loss(logits(layers, tokens), tokens.roll(1)).item() == pytest.approx(chance, abs=0.3)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_on_four_ranks_it_has_the_bits_of_a_plain_loop(
+def test_on_four_ranks_it_is_bit_identical_to_a_plain_loop(
     layers: LayerSequence, schedule: str
 ) -> None:
     pipe = Pipeline(layers, loss, num_ranks=4, num_microbatches=4, schedule=schedule)
@@ -68,19 +68,19 @@ def test_on_four_ranks_it_has_the_bits_of_a_plain_loop(
     pipe.close()
 
 
-def test_what_follows_is_drawn_by_the_seed_and_is_endless(layers: LayerSequence) -> None:
+def test_generated_tokens_depend_on_the_seed(layers: LayerSequence) -> None:
     layers.modules.eval()
     prompt = torch.tensor([3])
 
     def drawn(seed: int) -> list[int]:
-        tokens = continued(layers, prompt, context=8, temperature=1.0, seed=seed)
+        tokens = generate(layers, prompt, context=8, temperature=1.0, seed=seed)
         return list(islice(tokens, 20))
 
     assert drawn(0) == drawn(0) != drawn(1)
     assert all(0 <= token < 11 for token in drawn(0))
 
 
-def test_at_a_low_temperature_the_likeliest_follows(layers: LayerSequence) -> None:
+def test_at_a_low_temperature_the_likeliest_token_is_generated(layers: LayerSequence) -> None:
     prompt = torch.tensor([3, 1, 4])
     likeliest = int(logits(layers, prompt[None])[0, -1].argmax())
-    assert next(continued(layers, prompt, context=8, temperature=1e-3)) == likeliest
+    assert next(generate(layers, prompt, context=8, temperature=1e-3)) == likeliest

@@ -1,4 +1,4 @@
-"""The models have what they are there for."""
+"""The models have the properties that they are in the zoo for."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stageline.zoo.unet import unet
 
 
 def stages(layers: LayerSequence, num_stages: int) -> list[int]:
-    """Of each layer."""
+    """Return the stage of each layer."""
     return [stage for stage, numbers in enumerate(cut(layers, num_stages)) for _ in numbers]
 
 
 def boundaries(layers: LayerSequence, name: str, num_stages: int) -> list[int]:
-    """How many boundaries between stages each reader of a value is away from its writer."""
-    home = stages(layers, num_stages)
+    """Return the number of stage boundaries between the writer of a value and each reader."""
+    stage_of_layer = stages(layers, num_stages)
     return [
-        home[number] - home[value.writer]
+        stage_of_layer[number] - stage_of_layer[value.writer]
         for number, values in enumerate(layers.sources)
         for value in values
         if value.name == name
@@ -33,14 +33,14 @@ def test_there_is_a_layer_for_each_of_two_chunks_on_four_ranks(model: str) -> No
 
 
 @pytest.mark.parametrize("model", CASES)
-def test_a_case_is_the_same_each_time_and_shares_nothing(model: str) -> None:
+def test_a_case_is_the_same_each_time_and_shares_no_memory(model: str) -> None:
     first, second = (make_case(model).layers.state_dict() for _ in range(2))
     for name, tensor in first.items():
         assert tensor.equal(second[name])
         assert tensor.data_ptr() != second[name].data_ptr()
 
 
-def test_batches_do_not_divide_and_one_is_too_short() -> None:
+def test_batches_are_uneven_and_one_is_too_short() -> None:
     assert any(length % NUM_MICROBATCHES for length in LENGTHS)
     assert min(LENGTHS) < NUM_MICROBATCHES
 
@@ -79,7 +79,7 @@ def test_branches_pass_none_and_a_number_and_a_value_for_three_stages() -> None:
     assert len(set(boundaries(layers, "memory", 4))) == 3
 
 
-def test_a_mask_hides_what_it_does_not_count() -> None:
+def test_masked_positions_have_no_effect() -> None:
     layers, _, ((inputs, _), *_) = make_case("branches")
     encode, attend = layers.layers[0].module, layers.layers[2].module
     mask = inputs["source"].new_ones(len(inputs["query"]), 5)

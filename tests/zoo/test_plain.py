@@ -1,4 +1,4 @@
-"""The yardstick itself, against what torch does on its own."""
+"""The reference loop itself, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(model: nn.Sequential, num_microbatches: int, learning_rate: float = 0.
     train_plainly(layers, mse_loss, optimizer, batches(), num_microbatches=num_microbatches)
 
 
-def train_without_us(model: nn.Sequential) -> None:
+def train_with_plain_torch(model: nn.Sequential) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for inputs, target in batches():
         optimizer.zero_grad()
@@ -39,17 +39,17 @@ def chain() -> nn.Sequential:
 
 
 def tied() -> nn.Sequential:
-    """One weight in three layers."""
+    """Return a model with one weight in three layers."""
     torch.manual_seed(2)
     first, second, third = (nn.Linear(4, 4) for _ in range(3))
     second.weight = third.weight = first.weight
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third, nn.Linear(4, 2))
 
 
-def test_one_micro_batch_is_an_ordinary_loop_to_the_bit() -> None:
+def test_one_micro_batch_is_bit_identical_to_plain_torch() -> None:
     ours, theirs = chain(), chain()
     train(ours, num_microbatches=1)
-    train_without_us(theirs)
+    train_with_plain_torch(theirs)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor)
 
@@ -61,9 +61,9 @@ def test_uneven_micro_batches_give_the_mean_of_the_whole_batch(
 ) -> None:
     ours, theirs = make(), make()
     train(ours, num_microbatches)
-    train_without_us(theirs)
+    train_with_plain_torch(theirs)
     for name, tensor in theirs.state_dict().items():
-        assert_close(ours.state_dict()[name], tensor)  # added up in another order
+        assert_close(ours.state_dict()[name], tensor)  # added in another order
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -71,7 +71,7 @@ def test_uneven_micro_batches_give_the_mean_of_the_whole_batch(
 def test_running_statistics_are_those_of_the_whole_batch(
     num_microbatches: int, momentum: float | None
 ) -> None:
-    """Without a step of the optimizer: the first layer's input does not depend on the cut."""
+    """With a learning rate of 0, the first layer's input does not depend on the micro-batches."""
     model = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2, momentum=momentum))
     whole = copy.deepcopy(model)
     train(model.append(nn.Flatten()).append(nn.Linear(4, 2)), num_microbatches, learning_rate=0.0)
@@ -82,7 +82,7 @@ def test_running_statistics_are_those_of_the_whole_batch(
             assert_close(model.state_dict()[name], tensor)
 
 
-def test_dropout_depends_on_step_micro_batch_and_layer_and_leaves_the_generator_alone() -> None:
+def test_dropout_depends_on_step_micro_batch_and_layer_and_keeps_the_generator_state() -> None:
     seen: list[Tensor] = []
 
     class Watch(nn.Module):

@@ -1,4 +1,4 @@
-"""The asynchronous yardstick, against the plain loop and against recurrences written by hand."""
+"""The asynchronous reference, compared with the plain loop and with hand-written recurrences."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stageline.zoo.plain_asynchronous import train_asynchronously, version_of
 RATE = 0.1
 RULES = ("pipedream", "vertical_sync", "pipedream_2bw")
 Weights = list[nn.Parameter]
-Versions = Sequence[Sequence[int]]  # of each mini-batch's micro-batches
+Versions = Sequence[Sequence[int]]  # for each mini-batch, the versions of its micro-batches
 
 
-class Times(nn.Module):
-    """x times a weight, in doubles, as Python's own floats are."""
+class Multiply(nn.Module):
+    """Multiplication by a weight, in double precision like Python's floats."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def gradient_descent(weights: Weights) -> Optimizer:
 
 
 def tensors(layers: LayerSequence, optimizer: Optimizer) -> list[Tensor]:
-    """With the optimizer's state, which shows a gradient's last bits."""
+    """Return parameters, buffers and optimizer state, which shows a gradient's last bits."""
     states = optimizer.state_dict()["state"].values()
     of_optimizer = [item for state in states for item in state.values() if item is not None]
     return [*layers.state_dict().values(), *of_optimizer]
@@ -61,7 +61,7 @@ def same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def tied() -> LayerSequence:
-    """With what is hard to keep to the bit: dropout, BatchNorm and a weight in two layers."""
+    """Return a model with dropout, BatchNorm and a weight in two layers."""
     torch.manual_seed(2)
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
@@ -69,13 +69,13 @@ def tied() -> LayerSequence:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """The second has fewer samples than there are micro-batches."""
+    """Return batches; the second has fewer samples than there are micro-batches."""
     torch.manual_seed(3)
     return [(torch.randn(n, 3, 4), torch.randn(n, 3, 2)) for n in (9, 3, 10)]
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
-def test_one_stage_is_the_plain_loop_to_the_bit(
+def test_one_stage_is_bit_identical_to_the_plain_loop(
     make_optimizer: Callable[[Weights], Optimizer],
 ) -> None:
     optimizers: list[Optimizer] = []
@@ -96,9 +96,9 @@ def test_one_stage_is_the_plain_loop_to_the_bit(
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.9])
-def test_2bw_on_a_parabola_is_its_recurrence(mu: float) -> None:
+def test_2bw_on_a_parabola_follows_its_recurrence(mu: float) -> None:
     """W(t+1) = W(t) - lr · V(t+1), V(t+1) = mu · V(t) + grad f(W(t-1)); f(w) = (3 w - 1)²."""
-    model = Times(0.7)
+    model = Multiply(0.7)
     three, one = (torch.full((4, 1), number, dtype=torch.float64) for number in (3.0, 1.0))
     losses = train_asynchronously(
         LayerSequence.of([model]),
@@ -123,8 +123,8 @@ SAMPLES = [(0.5, 1.0), (-1.0, 0.3), (1.5, -0.2), (0.8, 0.9), (-0.4, 1.1), (1.2, 
 
 
 def train_two_stages(minibatches: list[int], **options: Any) -> tuple[float, float]:
-    """y = a · b · x, a weight on each stage; the mini-batches have so many samples."""
-    first, second = Times(0.9), Times(-0.6)
+    """Train y = a · b · x, with a weight on each stage, on mini-batches of these sizes."""
+    first, second = Multiply(0.9), Multiply(-0.6)
     rows = torch.tensor(SAMPLES[: sum(minibatches)], dtype=torch.float64)
     batches = [(part[:, :1], part[:, 1:]) for part in torch.split(rows, minibatches)]
     layers = LayerSequence.of([first, second])
@@ -132,8 +132,8 @@ def train_two_stages(minibatches: list[int], **options: Any) -> tuple[float, flo
     return first.value(), second.value()
 
 
-def test_pipedream_on_two_stages_is_its_recurrence() -> None:
-    """The first stage's gradients are of weights one step old, those of the last are of now."""
+def test_pipedream_on_two_stages_follows_its_recurrence() -> None:
+    """The first stage uses weights one step old, the last one the latest."""
     old_a, a, b = 0.9, 0.9, -0.6
     for x, y in SAMPLES[:6]:
         slope = 2 * (old_a * b * x - y) * x
@@ -143,7 +143,7 @@ def test_pipedream_on_two_stages_is_its_recurrence() -> None:
 
 
 def by_hand(versions_of_a: Versions, versions_of_b: Versions) -> tuple[float, float]:
-    """The same model with versions that are written down; a micro-batch has one sample."""
+    """Train the same model with the given versions; a micro-batch has one sample."""
     every_a, every_b, samples = [0.9], [-0.6], iter(SAMPLES)
     for of_a, of_b in zip(versions_of_a, versions_of_b, strict=True):
         slope_of_a = slope_of_b = 0.0
@@ -202,13 +202,13 @@ TWO_STAGES: dict[str, tuple[str, list[int], Versions, Versions]] = {
 
 
 @pytest.mark.parametrize("case", TWO_STAGES)
-def test_gradients_are_of_the_versions_that_were_worked_out_by_hand(case: str) -> None:
+def test_gradients_use_the_versions_derived_by_hand(case: str) -> None:
     rule, replicas, of_a, of_b = TWO_STAGES[case]
     found = train_two_stages([3] * 4, num_microbatches=3, rule=rule, replicas=replicas)
     assert found == pytest.approx(by_hand(of_a, of_b), rel=1e-12)
 
 
-def test_after_a_short_mini_batch_micro_batches_are_counted_as_after_a_full_one() -> None:
+def test_a_short_mini_batch_counts_as_a_full_one() -> None:
     wanted = by_hand([[0, 0, 0], [0], [1, 2, 2]], [[0, 0, 0], [1], [2, 2, 2]])
     found = train_two_stages([3, 1, 3], num_microbatches=3, rule="pipedream")
     assert found == pytest.approx(wanted, rel=1e-12)
@@ -216,7 +216,7 @@ def test_after_a_short_mini_batch_micro_batches_are_counted_as_after_a_full_one(
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_without_replicas_a_stage_is_its_distance_from_the_last_behind(
+def test_without_replicas_the_delay_of_a_stage_is_its_distance_from_the_last(
     num_stages: int, num_microbatches: int
 ) -> None:
     for k, stage in product(range(40), range(num_stages)):
@@ -225,26 +225,28 @@ def test_without_replicas_a_stage_is_its_distance_from_the_last_behind(
         assert found == wanted
 
 
-def test_replicas_that_sit_out_mini_batches_know_no_steps_but_those_after_their_own() -> None:
+def test_a_replica_steps_only_after_mini_batches_it_took_part_in() -> None:
     """Three take turns at mini-batches of two; each is one forward ahead of its backwards.
 
-    When it comes to 7, the second has run 1, and made the step of mini-batch 0. That of the next
-    mini-batch, 2 and 3, is not its own, and it does not wait for it.
+    When the second replica reaches 7, it has run 1 and the step of mini-batch 0. It has no part in
+    the next mini-batch, 2 and 3, and does not wait for its step.
     """
     found = [version_of(k, 0, "pipedream", 2, [3, 1]) for k in range(12)]
     assert found == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [3, 1, 2], [2, 2, 1]])
-def test_vertical_sync_uses_everywhere_what_the_first_stage_would(replicas: list[int]) -> None:
+def test_vertical_sync_uses_the_version_of_the_first_stage_everywhere(replicas: list[int]) -> None:
     for k, stage in product(range(40), range(3)):
         wanted = version_of(k, 0, "pipedream", 4, replicas)
         assert version_of(k, stage, "vertical_sync", 4, replicas) == wanted
-        assert wanted <= version_of(k, stage, "pipedream", 4, replicas)  # so the stage has it
+        assert wanted <= version_of(
+            k, stage, "pipedream", 4, replicas
+        )  # so the stage already has it
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_replica_of_each_stage_is_none_to_the_bit(rule: str) -> None:
+def test_one_replica_per_stage_is_bit_identical_to_no_replicas(rule: str) -> None:
     options = {"num_microbatches": 2, "rule": rule}
     found = train_two_stages([2, 2, 1, 2], replicas=[1, 1], **options)
     assert found == train_two_stages([2, 2, 1, 2], **options)
@@ -254,7 +256,7 @@ def test_one_replica_of_each_stage_is_none_to_the_bit(rule: str) -> None:
 def test_a_replica_adds_its_own_gradients_before_those_of_others(
     replicas: list[int], total: float
 ) -> None:
-    """The gradients are 1e8, 1, -1e8 and 1. A one is lost where it is added to 1e8 in floats."""
+    """The gradients are 1e8, 1, -1e8 and 1. A 1 is lost if it is added to 1e8 in float32."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     inputs = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
@@ -271,13 +273,13 @@ def test_a_replica_adds_its_own_gradients_before_those_of_others(
     assert -model.weight.item() == total
 
 
-def test_a_weight_that_is_tied_across_stages_is_refused() -> None:
+def test_a_weight_tied_across_stages_is_an_error() -> None:
     with pytest.raises(AssertionError, match="tied across stages"):
         train_asynchronously(
             tied(), mse_loss, adam, [], balance=[2, 3], num_microbatches=4, rule="pipedream"
         )
 
 
-def test_a_rule_that_does_not_exist_is_an_error() -> None:
+def test_an_unknown_rule_is_an_error() -> None:
     with pytest.raises(ValueError, match="the rule is 'pipedram', but has to be 'pipedream'"):
         version_of(0, 0, "pipedram", 1, [1])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import stageline as sl
 from stageline.zoo.gpt import loss
-from stageline.zoo.transformer import transformer, waves
+from stageline.zoo.transformer import sinusoids, transformer
 
 
 def tiny(num_layers: int = 4) -> sl.LayerSequence:
@@ -54,15 +54,15 @@ def test_no_position_sees_those_after_it() -> None:
     assert not torch.allclose(one[4:], other[4:])
 
 
-def test_positions_differ_and_are_waves_of_lengths_up_to_ten_thousand() -> None:
-    found = waves(1024, 8, torch.device("cpu"))
+def test_positions_differ_and_are_sinusoids_of_periods_up_to_ten_thousand() -> None:
+    found = sinusoids(1024, 8, torch.device("cpu"))
     assert found.shape == (1024, 8)
     assert len({tuple(row) for row in found.tolist()}) == 1024
     torch.testing.assert_close(found[:, 0], torch.arange(1024).float().sin())
     torch.testing.assert_close(found[:, 7], (torch.arange(1024) / 1e4).cos())
 
 
-def test_feed_forward_weights_start_smaller_by_the_number_of_layers() -> None:
+def test_initial_feed_forward_weights_are_divided_by_the_number_of_layers() -> None:
     first, tenth = (tiny(num_layers).layers[1].module for num_layers in (1, 10))
     for name, parameter in first.named_parameters():
         is_scaled = "feed_forward" in name and "norm" not in name
@@ -70,7 +70,7 @@ def test_feed_forward_weights_start_smaller_by_the_number_of_layers() -> None:
         assert torch.equal(tenth.get_parameter(name), expected), name
 
 
-def test_a_model_built_on_the_meta_device_starts_small_too() -> None:
+def test_weights_initialised_from_the_meta_device_are_scaled_too() -> None:
     with torch.device("meta"):
         layers = transformer(10, vocabulary=11, width=16, heads=2)
     sl.Pipeline(layers, loss, num_ranks=2, num_microbatches=2, backend="serial").close()
@@ -80,7 +80,7 @@ def test_a_model_built_on_the_meta_device_starts_small_too() -> None:
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_a_step_has_the_bits_of_a_plain_loop(num_ranks: int, schedule: str) -> None:
+def test_a_step_is_bit_identical_to_a_plain_loop(num_ranks: int, schedule: str) -> None:
     pipe = sl.Pipeline(
         tiny(),
         loss,

@@ -1,11 +1,14 @@
-"""Training written down and taken up again, on any number of ranks.
+"""Save, load and export checkpoints on any number of ranks.
 
-desk        who takes part: processes that agree or fail together, one save at a time
-values      Python values as JSON
-storage     tensors written to safetensors files, with checksums
-reading     tensors read from them, none before it is known to be what was written
-contents    what a process holds, under the names of the user's model, and the rest as JSON
-folder      checkpoints in a folder: complete or not there, the newest, how many are kept
-fitting     whether a checkpoint fits a pipeline
+group           operations of all processes: they succeed together or fail together
+json_values     Python values as JSON
+write_tensors   write tensors to safetensors files with checksums
+read_tensors    read them, and verify the checksums before use
+record          the fields of checkpoint.json
+record_file     read and write checkpoint.json with its checksum
+folder          the checkpoints in a folder: complete or absent, latest, how many to keep
+pipeline_state  everything that checkpoints read from a pipeline and its optimizers
+compatibility   refuse a checkpoint that does not match the pipeline
+option_values   match saved optimizer options and scheduler states with the current ones
 save, load, export
 """

@@ -1,112 +1,88 @@
-"""Checkpoints in a folder: each is complete, or not there.
+"""The checkpoints in a folder: each is complete or absent.
 
     run/step-00000100/checkpoint.json, shard-00001.safetensors, …
     run/step-00000200.partial/         being written, being deleted, or left by a crash
-    run/step-00000100.old.partial/     making room for another save of the same step
+    run/step-00000100.old.partial/     being replaced by another save of the same step
 
-A checkpoint gets its name when all of it is written, and loses it before any of it is deleted. What
-has other names is not ours: it is neither read nor deleted. Who writes a folder holds a lock on it,
-which ends with the process, so what a crash left can be told from what another process is writing.
+A checkpoint is renamed to its final name when all of it is written, and loses that name before any
+of it is deleted. Files and folders with other names are neither read nor deleted. A process that
+writes a folder holds a lock on it, which ends with the process. This distinguishes what a crash
+left behind from what another process is writing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import stat
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from stageline.checkpoint.record_file import RECORD, read_record, record_text
 from stageline.errors import CheckpointError
 
 if sys.platform != "win32":
     import fcntl
 
-RECORD = "checkpoint.json"
-FORMAT = 2
 PARTIAL, OLD = ".partial", ".old"
 NAME = re.compile(r"step-\d{8,}")
 PARTIAL_NAME = re.compile(r"(step-\d{8,})(\.old)?(\.\d+)?\.partial")
-# The first line of a record, always as long; the checksum is that of all behind it. So neither a
-# damaged length nor damaged text is believed before it is known to be what was written.
-SEAL = '{{"stageline_checkpoint": {}, "bytes": {}, "crc32": {},'
-SEAL_BYTES = 80
-SEAL_PATTERN = re.compile(
-    SEAL.format(r"(\d{1,9})", r"(\d{1,15})", r"(\d{1,10})").replace("{", r"\{", 1) + r" *\n"
-)
-FIRST_FORMAT = re.compile(r'\{\s*"stageline_checkpoint": 1,')
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint that was saved last, or None if there is none.
 
-    A damaged one is passed over with a warning. If no other is there, that is an error: None would
-    be taken for a folder to start anew in.
+    A damaged checkpoint is skipped with a warning. If all are damaged, raise `CheckpointError`:
+    None would mean that training starts from scratch.
     """
-    found, unreadable = _complete(Path(folder))
+    found, unreadable = _find_checkpoints(Path(folder))
     if unreadable:
-        path, why = next(iter(unreadable.items()))
+        path, reason = next(iter(unreadable.items()))
         if not found:
             raise CheckpointError(
-                f"{why}; {str(path.parent)!r} has no other checkpoint: restore it from elsewhere, "
-                "or delete it to start anew"
+                f"{reason}; {str(path.parent)!r} has no other checkpoint: restore it from a "
+                "backup, or delete it to start from scratch"
             )
-        taken = next(reversed(found)).name
-        warnings.warn(f"{path.name} is passed over, {taken} is taken: {why}", stacklevel=2)
+        chosen = next(reversed(found)).name
+        warnings.warn(f"skipped {path.name}, using {chosen}: {reason}", stacklevel=2)
     return next(reversed(found), None)
 
 
-def find(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint at this very path, or the latest in this folder."""
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """Return `path` if it is a checkpoint, or else the latest checkpoint in this folder."""
     here = Path(path)
     if os.path.lexists(here / RECORD):
         return here
     found = latest(here)
     if found is None:
         raise CheckpointError(
-            f"{str(here)!r} has no checkpoint, but one was to be loaded: give the folder that was "
-            "given to sl.save; sl.latest tells whether there is one"
+            f"{str(here)!r} has no checkpoint to load: give the folder that was given to sl.save; "
+            "sl.latest returns None if there is no checkpoint yet"
         )
     return found
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Return the fields of a record that is what was written, down to the last bit."""
-    path = checkpoint / RECORD
-    try:
-        text = _unsealed(path)
-        fields = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
-    assert isinstance(fields, dict)  # its seal begins with a brace
-    seal = ("stageline_checkpoint", "bytes", "crc32")
-    return {name: value for name, value in fields.items() if name not in seal}
-
-
-def begin(folder: Path, step: int, held: ExitStack) -> Path:
-    """Return a new folder to write to, locked until `held` is closed; what crashes left is gone."""
+def create_partial(folder: Path, step: int, held: ExitStack) -> Path:
+    """Make a folder to write a checkpoint to, locked until `held` closes; delete leftovers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in _named(folder, PARTIAL_NAME):
-        if (name := _name_before(path)) is not None:
+    for path in _entries(folder, PARTIAL_NAME):
+        if (name := _interrupted_name(path)) is not None:
             path.rename(path.with_name(name))
         elif path.is_dir() and not path.is_symlink():
-            _clear(path)
+            _delete_leftover(path)
     final = folder / f"step-{step:08d}"
     if os.path.lexists(final) and not (final / RECORD).is_file():
-        raise FileExistsError(f"{str(final)!r} exists and is no checkpoint: move it elsewhere")
-    return claim(folder, final.name, held)
+        raise FileExistsError(f"{str(final)!r} exists and is not a checkpoint: move it elsewhere")
+    return claim_partial(folder, final.name, held)
 
 
-def claim(parent: Path, name: str, held: ExitStack) -> Path:
-    """Return a new folder `name.partial`, or `name.1.partial` and so on if that is taken."""
+def claim_partial(parent: Path, name: str, held: ExitStack) -> Path:
+    """Make and lock a folder `name.partial`, or `name.1.partial` and so on if that exists."""
     for number in range(1000):
         path = parent / (f"{name}.{number}{PARTIAL}" if number else f"{name}{PARTIAL}")
         with suppress(FileExistsError):
@@ -116,57 +92,58 @@ def claim(parent: Path, name: str, held: ExitStack) -> Path:
     raise FileExistsError(f"{name}.1{PARTIAL} to {name}.999{PARTIAL} exist: delete them")
 
 
-def complete(
-    temporary: Path, name: str, record: Callable[[int], dict[str, Any]], keep: int
-) -> Path:
-    """All of it is written: give it its name, and keep that many. `record` takes its number."""
+def publish(temporary: Path, name: str, record: Callable[[int], dict[str, Any]], keep: int) -> Path:
+    """Write the record, rename the folder to `name`, and delete all but the last `keep`.
+
+    `record` returns the record's fields for the number of this save.
+    """
     folder = temporary.parent
-    before, _ = _complete(folder)
+    before, _ = _find_checkpoints(folder)
     fields = record(max(before.values(), default=0) + 1)
-    _write(temporary / RECORD, _sealed(fields))
-    _sync(temporary)
+    _write_file(temporary / RECORD, record_text(fields))
+    _sync_folder(temporary)
     final = folder / name
-    old = _aside(final)
+    old = _move_aside(final)
     try:
         temporary.rename(final)
     except OSError:
         if old is not None:
             old.rename(final)
         raise
-    _sync(folder)
+    _sync_folder(folder)
     if old is not None:
-        _remove(old)
+        _delete_tree(old)
     others = [path for path in before if path != final and path.suffix != PARTIAL]
-    for path in others[: -(keep - 1) or None]:  # all but the last that many; all, if keep is 1
-        _delete(path)
+    for path in others[: -(keep - 1) or None]:  # all but the last keep - 1; all, if keep is 1
+        _delete_checkpoint(path)
     return final
 
 
-def abandon(temporary: Path) -> None:
+def discard(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def clear(parent: Path, name: str) -> None:
-    """Delete what crashes left of folders that were claimed by this name."""
-    for path in _named(parent, re.compile(re.escape(name) + r"(\.\d+)?\.partial")):
+def delete_leftovers(parent: Path, name: str) -> None:
+    """Delete folders that `claim_partial` made for this name before a crash."""
+    for path in _entries(parent, re.compile(re.escape(name) + r"(\.\d+)?\.partial")):
         if path.is_dir() and not path.is_symlink():
-            _clear(path)
+            _delete_leftover(path)
 
 
-def _complete(folder: Path) -> tuple[dict[Path, int], dict[Path, str]]:
-    """Return the numbers of those that can be read, and why the others cannot.
+def _find_checkpoints(folder: Path) -> tuple[dict[Path, int], dict[Path, str]]:
+    """Return the save numbers of readable checkpoints, and why others cannot be read.
 
-    They are in the order in which they were saved: after a return to an earlier step that is not
-    the order of steps.
+    They are in the order in which they were saved, which differs from the order of their steps
+    after training has gone back to an earlier step.
     """
     numbers, unreadable = {}, {}
     try:
-        paths = list(_checkpoints(folder))
+        paths = list(_complete_folders(folder))
     except OSError as error:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from error
     for path in paths:
         try:
-            numbers[path] = _number(path)
+            numbers[path] = _save_number(path)
         except CheckpointError as error:
             if os.path.lexists(path):  # or another process has just deleted it
                 unreadable[path] = str(error)
@@ -174,19 +151,20 @@ def _complete(folder: Path) -> tuple[dict[Path, int], dict[Path, str]]:
     return dict(ordered), unreadable
 
 
-def _checkpoints(folder: Path) -> Iterator[Path]:
-    yield from (path for path in _named(folder, NAME) if path.is_dir())
-    yield from (path for path in _named(folder, PARTIAL_NAME) if _name_before(path))
+def _complete_folders(folder: Path) -> Iterator[Path]:
+    yield from (path for path in _entries(folder, NAME) if path.is_dir())
+    yield from (path for path in _entries(folder, PARTIAL_NAME) if _interrupted_name(path))
 
 
-def _name_before(path: Path) -> str | None:
-    """Return the name of a checkpoint that lost it when a crash came between two renames."""
+def _interrupted_name(path: Path) -> str | None:
+    """Return the name of a checkpoint that lost it in a crash between two renames."""
     name = path.name.removesuffix(OLD + PARTIAL)
-    is_whole = name != path.name and (path / RECORD).is_file()
-    return name if is_whole and not os.path.lexists(path.with_name(name)) else None
+    is_complete = name != path.name and (path / RECORD).is_file()
+    return name if is_complete and not os.path.lexists(path.with_name(name)) else None
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _entries(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the entries of a folder whose names match, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
@@ -197,59 +175,18 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [folder / name for name in names if pattern.fullmatch(name)]
 
 
-def _number(checkpoint: Path) -> int:
+def _save_number(checkpoint: Path) -> int:
     number = read_record(checkpoint).get("number")
     if isinstance(number, bool) or not isinstance(number, int):
-        raise CheckpointError(f"{str(checkpoint)!r} has {number!r} for a number")
+        raise CheckpointError(f"{str(checkpoint)!r} has {number!r} for its number")
     return number
 
 
-def _sealed(fields: dict[str, Any]) -> bytes:
-    body = json.dumps(fields, indent=1).removeprefix("{").encode()
-    seal = SEAL.format(FORMAT, SEAL_BYTES + len(body), zlib.crc32(body))
-    return f"{seal:<{SEAL_BYTES - 1}}\n".encode() + body
-
-
-def _unsealed(path: Path) -> bytes:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody to write
-        raise ValueError("it is not a file")
-    with path.open("rb") as file:
-        head = file.read(SEAL_BYTES)
-        seal = SEAL_PATTERN.fullmatch(head.decode("ascii", "replace"))
-        if seal is None and FIRST_FORMAT.match(head.decode("ascii", "replace")):
-            _check_format(1)
-        if seal is None:
-            raise ValueError("it is damaged, or not of sl.save: load another checkpoint")
-        version, num_bytes, crc32 = map(int, seal.groups())
-        _check_format(version)
-        if num_bytes != found.st_size:
-            raise ValueError(
-                f"it is damaged, {found.st_size} bytes instead of {num_bytes}: load another "
-                "checkpoint"
-            )
-        body = file.read(num_bytes - SEAL_BYTES)
-    if zlib.crc32(body) != crc32:
-        raise ValueError(
-            "it is damaged, its checksum is another than it was written with: load another "
-            "checkpoint"
-        )
-    return head + body
-
-
-def _check_format(version: int) -> None:
-    if version != FORMAT:
-        raise ValueError(
-            f"it has format {version}, but this version of Stageline reads format {FORMAT}, which "
-            "has checksums: load it with the version that saved it"
-        )
-
-
 def _lock(path: Path, held: ExitStack) -> bool:
-    """Lock a folder; False if somebody took it for a leftover meanwhile.
+    """Lock a folder; return False if another process has deleted it as a leftover.
 
-    Where folders cannot be locked, such as on NFS, what another process is writing looks like a
-    leftover: its save fails, and says so.
+    Where folders cannot be locked, such as on NFS, a folder that another process is writing looks
+    like a leftover: its save fails with an error.
     """
     if sys.platform == "win32":
         return True
@@ -272,41 +209,41 @@ def _is_locked(path: Path) -> bool:
         return not _lock(path, held)
 
 
-def _clear(path: Path) -> None:
-    """Delete what a crash left; if that cannot be done, saves go on beside it."""
+def _delete_leftover(path: Path) -> None:
+    """Delete a folder that a crash left; if that fails, warn and continue."""
     if _is_locked(path):
         return
     try:
-        _remove(path)
+        _delete_tree(path)
     except OSError as error:
         warnings.warn(
-            f"{str(path)!r} is left of an interrupted save and cannot be deleted: {error}; delete "
-            "it by hand",
+            f"{str(path)!r} was left by an interrupted save and cannot be deleted: {error}; delete "
+            "it yourself",
             stacklevel=2,
         )
 
 
-def _aside(final: Path) -> Path | None:
-    """The same step was saved before: take its name away, and return where it is now."""
+def _move_aside(final: Path) -> Path | None:
+    """Rename an earlier checkpoint of the same step, if any, and return its new path."""
     if not os.path.lexists(final):
         return None
     old = final.with_name(f"{final.name}{OLD}{PARTIAL}")
     if os.path.lexists(old):
-        _remove(old)
+        _delete_tree(old)
     return final.rename(old)
 
 
-def _delete(checkpoint: Path) -> None:
+def _delete_checkpoint(checkpoint: Path) -> None:
     names = (f"{checkpoint.name}.{number}{PARTIAL}" for number in count(1))
     unnamed = next(
         path for name in names if not os.path.lexists(path := checkpoint.with_name(name))
     )
     with suppress(FileNotFoundError):  # another process deleted it
-        _remove(checkpoint.rename(unnamed))
+        _delete_tree(checkpoint.rename(unnamed))
 
 
-def _remove(path: Path) -> None:
-    """Delete a folder, its record first: what has none is no checkpoint. Do not follow links."""
+def _delete_tree(path: Path) -> None:
+    """Delete a folder, its record first: without one it is no checkpoint. Do not follow links."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -318,15 +255,15 @@ def _remove(path: Path) -> None:
             return
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write_file(path: Path, text: bytes) -> None:
     with path.open("xb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """New names last through a loss of power; not every system can open a folder for that."""
+def _sync_folder(folder: Path) -> None:
+    """Make renames survive a power loss; not every system can open a folder for that."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_DIRECTORY)
         try:

@@ -1,8 +1,8 @@
-"""sl.load: everything is checked and read before anything is changed.
+"""sl.load: check and read everything before anything is changed.
 
-    find ─► record ─► headers ─► does it fit? ─► checksums of tensors ─► all ranks agree ─► change
+    find ─► record ─► headers ─► compatible? ─► verify checksums ─► all ranks agree ─► apply
 
-What is left to do then cannot fail, or has been tried on a copy.
+The last step cannot fail, or was tried on a copy before.
 """
 
 from __future__ import annotations
@@ -20,227 +20,240 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint.contents import (
+from stageline.checkpoint.compatibility import Checkpoint, check_compatible
+from stageline.checkpoint.group import checkpoint_group
+from stageline.checkpoint.json_values import from_json
+from stageline.checkpoint.option_values import new_options, new_scheduler_state
+from stageline.checkpoint.pipeline_state import (
     MODEL,
     OPTIMIZER,
     RANDOM,
-    Record,
     check_parameters,
+    local_tensors,
     optimizers_of,
-    places,
-    used_here,
+    schedulers_of,
+    set_counters,
+    tensor_names,
 )
-from stageline.checkpoint.desk import desk_of
-from stageline.checkpoint.fitting import Checkpoint, check, new_options, new_scheduler_state
-from stageline.checkpoint.reading import Reader, damaged, saved_in
-from stageline.checkpoint.storage import Form
-from stageline.checkpoint.values import decode
+from stageline.checkpoint.read_tensors import TensorReader, damaged, stored_tensors
+from stageline.checkpoint.record import Record
+from stageline.checkpoint.record_file import RECORD, read_record
+from stageline.checkpoint.write_tensors import TensorType, local_part
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
-from stageline.runtime.backends.processes.collectives import local
 from stageline.runtime.optimizers.param_groups import is_on_host
 
 
 class Loaded(NamedTuple):
-    """What was saved beside the pipeline and its optimizer."""
+    """The step and data that were given to `sl.save`."""
 
     step: int
     data: Any
 
 
-State = dict[nn.Parameter, dict[str, Any]]  # of an optimizer
-Own = Mapping[str, nn.Parameter]  # the optimizers' parameters that layers of this process use
+OptimizerStates = dict[nn.Parameter, dict[str, Any]]
+
+
+class LoadTarget(NamedTuple):
+    """The pipeline and optimizers that a checkpoint is loaded into."""
+
+    pipe: Pipeline
+    optimizers: tuple[Optimizer, ...]
+    own: Mapping[str, nn.Parameter]  # the optimized parameters of this process
+    optimized: set[str]  # the names of those of all processes
 
 
 @dataclass(frozen=True)
-class Change:
-    """What a checkpoint changes in this process, checked and ready."""
+class PreparedLoad:
+    """The changes that a checkpoint makes in this process, checked and ready to apply."""
 
-    reader: Reader
+    record: Record
+    reader: TensorReader
     targets: Mapping[str, Tensor]
     random: Tensor
-    state: State
+    states: OptimizerStates
     options: Sequence[tuple[Optimizer, list[dict[str, Any]]]]
     schedulers: Sequence[tuple[LRScheduler, dict[str, Any]]]
-    result: Loaded
+
+    @property
+    def result(self) -> Loaded:
+        return Loaded(self.record.step, from_json(self.record.data))
 
 
 def load(
     folder: str | os.PathLike[str], pipe: Pipeline, optimizer: Optimizer | None = None
 ) -> Loaded:
-    """Go on from the newest checkpoint of a folder, or from the one at that very path.
+    """Load the latest checkpoint of a folder, or the checkpoint at exactly this path.
 
-    Training has the bits that it would have had without a stop, on any number of ranks. All ranks
-    call it. A checkpoint that is damaged or does not fit is refused, on all ranks, and nothing is
-    changed.
+    Training then continues with the bits that it would have had without an interruption, on any
+    number of ranks. All ranks call it. If a checkpoint is damaged or does not match the pipeline,
+    `CheckpointError` is raised on all ranks and nothing is changed.
     """
-    return load_accepted(folder, pipe, optimizer, lambda _: None)
+    return load_if(lambda _: None, folder, pipe, optimizer)
 
 
-def load_accepted(
+def load_if(
+    accept: Callable[[Loaded], None],
     folder: str | os.PathLike[str],
     pipe: Pipeline,
     optimizer: Optimizer | None,
-    accept: Callable[[Loaded], None],
 ) -> Loaded:
-    """Load, unless `accept` raises an error for what was saved; it is asked before any change."""
-    desk = desk_of(pipe)
-    desk.settle()
-    path = Path(desk.by_first(lambda: str(folders.find(folder))))
-    record = desk.agreed(lambda: _record(path))
-    optimizers = desk.agreed(lambda: optimizers_of(pipe, optimizer))
-    own = desk.agreed(lambda: _by_name(pipe, optimizers))
-    told = desk.everywhere([list(own), [str(file.crc32) for file in record.files]])
-    optimized = {name for names, _ in told for name in names}
-    is_same = all(checksums == told[0][1] for _, checksums in told)
-    change = desk.agreed(lambda: _prepared(path, record, pipe, optimizers, own, optimized, is_same))
-    desk.agreed(lambda: accept(change.result))
-    desk.agreed(lambda: _apply(change, pipe, record, own))
-    return change.result
+    """Load a checkpoint unless `accept` raises an error, before anything is changed."""
+    group = checkpoint_group(pipe)
+    group.finish_save()
+    path = Path(group.run_on_first(lambda: str(folders.find_checkpoint(folder))))
+    record = group.run(lambda: _read_record(path))
+    optimizers = group.run(lambda: optimizers_of(pipe, optimizer))
+    own = group.run(lambda: _own_parameters(pipe, optimizers))
+    found = group.gather([list(own), [str(file.crc32) for file in record.files]])
+    group.run(lambda: _check_same_files(path, [checksums for _, checksums in found]))
+    target = LoadTarget(pipe, optimizers, own, {name for names, _ in found for name in names})
+    prepared = group.run(lambda: _prepare(path, record, target))
+    group.run(lambda: accept(prepared.result))
+    group.run(lambda: _apply(prepared, target))
+    return prepared.result
 
 
-def _record(path: Path) -> Record:
-    fields = folders.read_record(path)
+def _read_record(path: Path) -> Record:
+    fields = read_record(path)
     try:
-        decode(fields)  # all that is encoded in it can be
+        from_json(fields)  # raises if one of the encoded values is malformed
         return Record.of(fields)
     except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path / folders.RECORD, error) from error
+        raise damaged(path / RECORD, error) from error
 
 
-def _by_name(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    known = {place.tensor: place.name for place in places(pipe)}
+def _own_parameters(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """Return the optimized parameters that layers of this process use, by name."""
+    names = tensor_names(pipe)
     for optimizer in optimizers:
-        check_parameters(optimizer, known)
-    names = {tensor: name for name, tensor in used_here(pipe).items()}
-    return {names[p]: p for optimizer in optimizers for p in _parameters(optimizer) if p in names}
+        check_parameters(optimizer, names)
+    local = {tensor: name for name, tensor in local_tensors(pipe).items()}
+    return {local[p]: p for optimizer in optimizers for p in _parameters(optimizer) if p in local}
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _prepared(
-    path: Path,
-    record: Record,
-    pipe: Pipeline,
-    optimizers: Sequence[Optimizer],
-    own: Own,
-    optimized: set[str],
-    is_same: bool,
-) -> Change:
-    """Check and read everything; memory is taken only for what is in files of that length."""
-    if not is_same:
+def _check_same_files(path: Path, checksums: Sequence[list[str]]) -> None:
+    if any(each != checksums[0] for each in checksums):
         raise CheckpointError(
             f"{str(path)!r} is not the same on all ranks: load from a folder that all of them share"
         )
-    checkpoint = Checkpoint(path, record, saved_in(path, record.files))
-    check(checkpoint, pipe, optimizers, own, optimized)
-    options = [(each, new_options(checkpoint, each, own)) for each in optimizers]
-    schedulers = [
-        (each, new_scheduler_state(checkpoint, each))
-        for each in (pipe.stepper.schedulers if pipe.stepper else ())
-    ]
-    reader = Reader(checkpoint.saved)
-    try:
-        state = _made(checkpoint, optimizers, own)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} has a state of the optimizer that does not fit in memory: {error}"
-        ) from error
-    targets = {f"{MODEL}{name}": tensor for name, tensor in used_here(pipe).items()}
+
+
+def _prepare(path: Path, record: Record, target: LoadTarget) -> PreparedLoad:
+    """Check and read everything; allocate no more memory than the files have bytes."""
+    pipe, optimizers, own, optimized = target
+    checkpoint = Checkpoint(path, record, stored_tensors(path, record.files))
+    check_compatible(checkpoint, pipe, optimizers, own, optimized)
+    options = [(each, new_options(path, record, each, own)) for each in optimizers]
+    schedulers = [(each, new_scheduler_state(path, record, each)) for each in schedulers_of(pipe)]
+    reader = TensorReader(checkpoint.stored)
+    states = _allocate_states(checkpoint, optimizers, own)
+    targets = {f"{MODEL}{name}": tensor for name, tensor in local_tensors(pipe).items()}
     for name, parameter in own.items():
-        kept = state[parameter].items()
-        targets |= {f"{OPTIMIZER}{name}.{key}": t for key, t in kept if isinstance(t, Tensor)}
+        state = states[parameter].items()
+        targets |= {f"{OPTIMIZER}{name}.{key}": t for key, t in state if isinstance(t, Tensor)}
     for name, tensor in targets.items():
         _check_writable(name, tensor)
-    _check_live(pipe)
+    _check_not_copied(pipe)
     random = torch.empty_like(torch.get_rng_state())
     reader.verify({RANDOM: random} | targets)
     reader.copy({RANDOM: random})
     try:
         torch.Generator().set_state(random)
     except RuntimeError as error:
-        raise damaged(path, f"its {RANDOM} is no state of a generator, {error}") from error
-    result = Loaded(record.step, decode(record.data))
-    return Change(reader, targets, random, state, options, schedulers, result)
+        raise damaged(path, f"{RANDOM} is not the state of a generator, {error}") from error
+    return PreparedLoad(record, reader, targets, random, states, options, schedulers)
 
 
-def _made(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], own: Own) -> State:
-    """Return room for all that the optimizers kept: what they have, or new."""
-    forms = checkpoint.forms
-    states: dict[str, list[str]] = {}
-    for key in forms:
-        if key.startswith(OPTIMIZER):
-            name, _, state = key.removeprefix(OPTIMIZER).rpartition(".")
-            states.setdefault(name, []).append(state)
+def _allocate_states(
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], own: Mapping[str, nn.Parameter]
+) -> OptimizerStates:
+    """Return a tensor for each saved optimizer state: an existing one where it fits, or new."""
+    types = checkpoint.types
+    keys: dict[str, list[str]] = {}
+    for name in types:
+        if name.startswith(OPTIMIZER):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            keys.setdefault(parameter_name, []).append(key)
     groups = {
         p: group for each in optimizers for group in each.param_groups for p in group["params"]
     }
-    kept = {p: state for each in optimizers for p, state in each.state.items()}
-    made: State = {}
-    for name, parameter in own.items():
-        now = kept.get(parameter, {})
-        made[parameter] = dict(checkpoint.record.values.get(name, {}))
-        for state in states.get(name, []):
-            form = forms[f"{OPTIMIZER}{name}.{state}"]
-            on_host = is_on_host(state, groups[parameter])
-            made[parameter][state] = _room(form, now.get(state), parameter, on_host)
-    return made
+    current = {p: state for each in optimizers for p, state in each.state.items()}
+    states: OptimizerStates = {}
+    try:
+        for name, parameter in own.items():
+            states[parameter] = dict(checkpoint.record.values.get(name, {}))
+            for key in keys.get(name, []):
+                kind = types[f"{OPTIMIZER}{name}.{key}"]
+                on_host = is_on_host(key, groups[parameter])
+                existing = current.get(parameter, {}).get(key)
+                states[parameter][key] = _allocate(kind, existing, parameter, on_host)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{str(checkpoint.path)!r} has an optimizer state that does not fit in memory: {error}"
+        ) from error
+    return states
 
 
-def _room(form: Form, now: object, parameter: nn.Parameter, on_host: bool) -> Tensor:
-    if isinstance(now, Tensor) and Form.of(now) == form:
-        return now
-    if tuple(parameter.shape) == form.shape and not on_host:
-        return torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
+def _allocate(kind: TensorType, existing: object, parameter: nn.Parameter, on_host: bool) -> Tensor:
+    if isinstance(existing, Tensor) and TensorType.of(existing) == kind:
+        return existing
+    if tuple(parameter.shape) == kind.shape and not on_host:
+        return torch.empty_like(parameter, dtype=kind.dtype, requires_grad=False)
     device = torch.device("cpu") if on_host else parameter.device
-    return torch.empty(form.shape, dtype=form.dtype, device=device)
+    return torch.empty(kind.shape, dtype=kind.dtype, device=device)
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise for a tensor that torch would refuse to fill."""
-    here = local(tensor.detach())
+    """Raise for a tensor that torch cannot write to."""
+    here = local_part(tensor)
     strides = zip(here.shape, here.stride(), strict=True)
-    is_repeated = any(size > 1 and not stride for size, stride in strides)
-    if is_repeated or here.is_inference() or here.is_meta:
-        kind = "expanded" if is_repeated else "on the meta device" if here.is_meta else "inference"
+    is_expanded = any(size > 1 and not stride for size, stride in strides)
+    if is_expanded or here.is_inference() or here.is_meta:
+        kind = "expanded" if is_expanded else "on the meta device" if here.is_meta else "inference"
         raise CheckpointError(
             f"{name} cannot be loaded into, it is {kind}: make it a plain tensor, with clone()"
         )
 
 
-def _check_live(pipe: Pipeline) -> None:
-    """Raise for a layer whose `state_dict` makes copies: what is loaded into these is lost."""
-    first, second = used_here(pipe), used_here(pipe)
+def _check_not_copied(pipe: Pipeline) -> None:
+    """Raise for a layer whose `state_dict` returns copies: values loaded into them are lost."""
+    first, second = local_tensors(pipe), local_tensors(pipe)
     for name, tensor in first.items():
-        if name not in second or local(tensor).data_ptr() != local(second[name]).data_ptr():
+        is_copy = name not in second or (
+            local_part(tensor).data_ptr() != local_part(second[name]).data_ptr()
+        )
+        if is_copy:
             raise CheckpointError(
-                f"{name} cannot be loaded into: its layer's state_dict gives a copy of it: let it "
-                "give the tensor itself"
+                f"{name} cannot be loaded into: its layer's state_dict returns a copy of it: make "
+                "it return the tensor itself"
             )
 
 
-def _apply(change: Change, pipe: Pipeline, record: Record, own: Own) -> None:
+def _apply(prepared: PreparedLoad, target: LoadTarget) -> None:
     try:
         with torch.no_grad():
-            change.reader.copy(change.targets)
-    except (CheckpointError, OSError) as error:  # only what was too large to keep is read again
+            prepared.reader.copy(prepared.targets)
+    except (CheckpointError, OSError) as error:  # only what exceeds the cache is read again
         raise CheckpointError(
-            f"the checkpoint of step {record.step} was whole a moment ago, but now: {error}; the "
-            "pipeline is part old, part new: load again"
+            f"the checkpoint of step {prepared.record.step} was verified, but then could not be "
+            f"read again: {error}; the pipeline now has some old and some new values: load again"
         ) from error
-    for optimizer, options in change.options:
-        owned = set(_parameters(optimizer))
-        for parameter in (p for p in own.values() if p in owned):
+    for optimizer, options in prepared.options:
+        parameters = set(_parameters(optimizer))
+        for parameter in (p for p in target.own.values() if p in parameters):
             optimizer.state.pop(parameter, None)
-            if change.state[parameter]:
-                optimizer.state[parameter] = change.state[parameter]
+            if prepared.states[parameter]:
+                optimizer.state[parameter] = prepared.states[parameter]
         for group, values in zip(optimizer.param_groups, options, strict=True):
             for key, value in values.items():
-                now = group.get(key)
-                group[key] = now.copy_(value) if isinstance(now, Tensor) else value
-    for scheduler, state in change.schedulers:
+                current = group.get(key)
+                group[key] = current.copy_(value) if isinstance(current, Tensor) else value
+    for scheduler, state in prepared.schedulers:
         scheduler.load_state_dict(deepcopy(state))
-    torch.set_rng_state(change.random)
-    pipe.num_steps, pipe.seed = record.num_steps, record.seed
+    torch.set_rng_state(prepared.random)
+    set_counters(target.pipe, prepared.record.num_steps, prepared.record.seed)

@@ -1,10 +1,10 @@
-"""sl.save: a checkpoint that is complete or not there."""
+"""sl.save: write a checkpoint that is complete or absent."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,32 +14,39 @@ from torch.optim import Optimizer
 
 from stageline.arguments import check_size
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint.contents import (
-    Options,
+from stageline.checkpoint.group import CheckpointGroup, PendingSave, checkpoint_group
+from stageline.checkpoint.json_values import to_json
+from stageline.checkpoint.pipeline_state import collect_state, counters_of, optimizers_of
+from stageline.checkpoint.record import (
+    GroupOptions,
     Record,
     SchedulerState,
-    merged,
-    optimizers_of,
-    part_of,
-    same_scheduler,
+    common_scheduler_state,
+    merge_groups,
 )
-from stageline.checkpoint.desk import Desk, Saving, desk_of
-from stageline.checkpoint.storage import File, Piece, check_all_there, pieces_of, refusal, write
-from stageline.checkpoint.values import encode
+from stageline.checkpoint.write_tensors import (
+    Piece,
+    ShardFile,
+    check_visible,
+    convert_write_errors,
+    local_pieces,
+    shard_name,
+    write_shard,
+)
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline
 
-MOST_STEPS = 10**15
+MAX_STEP = 10**15
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """What one process has to write, and where."""
 
     folder: Path
-    record: Record  # still without its files
+    record: Record  # without its files
     keep: int
-    process: int  # its place among those that take part
+    process: int  # the index of this process
     pieces: Mapping[str, Piece]
 
 
@@ -52,55 +59,55 @@ def save(
     data: Any = None,
     keep: int = 2,
     wait: bool = True,
-) -> Saving:
+) -> PendingSave:
     """Save a pipeline and its optimizer as `folder/step-00000100`; all ranks call it.
 
-    `data` is a value of your own, of numbers, text, None, and lists, tuples and dicts of them, such
-    as where the data loader stands. The last `keep` checkpoints stay, older ones are deleted. With
-    `wait=False` the state is copied, and written while training goes on: `wait()` of what is
-    returned raises what went wrong. Of a pipeline with optimizers of its own, these are saved.
+    `data` is any value made of numbers, strings, None, lists, tuples and dicts, such as the
+    position of the data loader. The last `keep` checkpoints are kept, older ones are deleted. With
+    `wait=False` the state is copied and written while training continues; `wait()` of the returned
+    object raises if the save failed. If the pipeline has its own optimizers, these are saved.
     """
     check_size("keep", keep)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step is {step!r}, but has to be a whole number from 0 up")
-    if step >= MOST_STEPS:
-        raise CheckpointError("step is too large: it has to be a whole number below 10**15")
-    desk = desk_of(pipe)
-    desk.settle()
-    part = desk.agreed(lambda: part_of(pipe, optimizers_of(pipe, optimizer)))
-    pieces = desk.agreed(lambda: pieces_of(part.tensors, copy=not wait))
-    process, mine, parts = divided(desk, pieces, part.fields)
-    fields = {"step": step, "num_steps": pipe.num_steps, "seed": pipe.seed}
-    record = desk.agreed(lambda: _record(fields | {"data": encode("data", data)}, parts))
-    job = Job(Path(folder), record, keep, process, mine)
-    saving = desk.save(lambda own: _write(own, job), in_background=not wait)
+        raise CheckpointError(f"step is {step!r}, but must be an integer of at least 0")
+    if step >= MAX_STEP:
+        raise CheckpointError("step is too large: it must be less than 10**15")
+    group = checkpoint_group(pipe)
+    group.finish_save()
+    state = group.run(lambda: collect_state(pipe, optimizers_of(pipe, optimizer)))
+    pieces = group.run(lambda: local_pieces(state.tensors, copy=not wait))
+    process, own_pieces, parts = assign_pieces(group, pieces, state.fields)
+    fields = {"step": step, **counters_of(pipe)}
+    record = group.run(lambda: _make_record(fields | {"data": to_json("data", data)}, parts))
+    job = SaveJob(Path(folder), record, keep, process, own_pieces)
+    pending = group.start_save(lambda own: _write(own, job), in_background=not wait)
     if wait:
-        saving.wait()
-    return saving
+        pending.wait()
+    return pending
 
 
-def divided(
-    desk: Desk, pieces: Mapping[str, Piece], fields: Mapping[str, Any]
+def assign_pieces(
+    group: CheckpointGroup, pieces: Mapping[str, Piece], fields: Mapping[str, Any]
 ) -> tuple[int, dict[str, Piece], list[dict[str, Any]]]:
-    """Return this process's place, the pieces that it writes, and the `fields` of all processes.
+    """Return this process's index, the pieces that it writes, and the `fields` of all processes.
 
-    Of processes that hold the same, the first writes it.
+    If several processes have the same piece, the first of them writes it.
     """
     token = uuid4().hex
     held = [[name, list(piece.offset)] for name, piece in pieces.items()]
     here: dict[str, Any] = {"token": token, "held": held, "fields": dict(fields)}
-    everyone = desk.everywhere(here)
+    everyone = group.gather(here)
     process = [there["token"] for there in everyone].index(token)
     writers: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, there in enumerate(everyone):
         for name, offset in there["held"]:
             writers.setdefault((name, tuple(offset)), rank)
-    mine = {n: piece for n, piece in pieces.items() if writers[n, piece.offset] == process}
-    return process, mine, [there["fields"] for there in everyone]
+    own = {n: piece for n, piece in pieces.items() if writers[n, piece.offset] == process}
+    return process, own, [there["fields"] for there in everyone]
 
 
-def _record(fields: dict[str, Any], parts: list[dict[str, Any]]) -> Record:
-    groups = [Options(**group) for part in parts for group in part["groups"]]
+def _make_record(fields: dict[str, Any], parts: list[dict[str, Any]]) -> Record:
+    groups = [GroupOptions(**group) for part in parts for group in part["groups"]]
     states = [part["scheduler"] and SchedulerState(**part["scheduler"]) for part in parts]
     try:
         return Record.of(
@@ -108,58 +115,48 @@ def _record(fields: dict[str, Any], parts: list[dict[str, Any]]) -> Record:
             | {
                 "number": 0,
                 "files": (),
-                "groups": merged(groups),
+                "groups": merge_groups(groups),
                 "values": {name: v for part in parts for name, v in part["values"].items()},
-                "scheduler": same_scheduler(states),
+                "scheduler": common_scheduler_state(states),
             }
         )
     except ValueError as error:
-        raise CheckpointError(f"what is to be saved makes no checkpoint: {error}") from error
+        raise CheckpointError(f"the state cannot be saved as a checkpoint: {error}") from error
 
 
-def _write(desk: Desk, job: Job) -> Path:
+def _write(group: CheckpointGroup, job: SaveJob) -> Path:
     with ExitStack() as held:
-        temporary = Path(desk.by_first(lambda: str(_begin(job, held))))
+        temporary = Path(group.run_on_first(lambda: str(_create(job, held))))
         try:
-            written = desk.agreed(lambda: _write_file(job, temporary))
-            files = [File(**fields) for fields in desk.everywhere(written) if fields]
-            return Path(desk.by_first(lambda: str(_complete(job, temporary, files))))
+            written = group.run(lambda: _write_pieces(job, temporary))
+            files = [ShardFile(**fields) for fields in group.gather(written) if fields]
+            return Path(group.run_on_first(lambda: str(_publish(job, temporary, files))))
         except BaseException:
-            if desk.is_first:
-                folders.abandon(temporary)
+            if group.is_first:
+                folders.discard(temporary)
             raise
 
 
-def _begin(job: Job, held: ExitStack) -> Path:
-    with told(job.folder):
-        return folders.begin(job.folder, job.record.step, held)
+def _create(job: SaveJob, held: ExitStack) -> Path:
+    with convert_write_errors(job.folder):
+        return folders.create_partial(job.folder, job.record.step, held)
 
 
-def _write_file(job: Job, temporary: Path) -> dict[str, Any] | None:
-    """Write this process's tensors, if there are any, and return the fields of its `File`."""
+def _write_pieces(job: SaveJob, temporary: Path) -> dict[str, Any] | None:
+    """Write this process's pieces, if there are any, and return the fields of its `ShardFile`."""
     if not job.pieces:
         return None
-    with told(job.folder):
-        return write(temporary / f"shard-{job.process + 1:05d}.safetensors", job.pieces)
+    with convert_write_errors(job.folder):
+        return write_shard(temporary / shard_name(job.process), job.pieces)
 
 
-def _complete(job: Job, temporary: Path, files: list[File]) -> Path:
+def _publish(job: SaveJob, temporary: Path, files: list[ShardFile]) -> Path:
     fields = job.record.fields | {"files": [file.__dict__ for file in files]}
-    with told(job.folder):
-        check_all_there(temporary, files)
-        return folders.complete(
+    with convert_write_errors(job.folder):
+        check_visible(temporary, files)
+        return folders.publish(
             temporary,
             f"step-{job.record.step:08d}",
             lambda number: fields | {"number": number},
             job.keep,
         )
-
-
-@contextmanager
-def told(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise refusal(folder, error) from error

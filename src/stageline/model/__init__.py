@@ -1,1 +1,1 @@
-"""What the user brings, as a sequence of layers with named values."""
+"""The user's model as a sequence of layers with named values."""

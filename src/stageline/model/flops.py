@@ -1,4 +1,4 @@
-"""What layers cost, from shapes alone: they run on the meta device, which computes nothing."""
+"""Count the FLOPs of layers from shapes alone, on the meta device, which computes nothing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+from stageline.torch_private import pytree
 
 
 def forward_flops(layers: LayerSequence, inputs: Mapping[str, Any]) -> list[int] | None:
-    """Of each layer; None if a layer cannot run without data."""
+    """Return the forward FLOPs of each layer, or None if a layer cannot run without data."""
     values = {Value(INPUT, name): _meta(value) for name, value in inputs.items()}
     counts = []
     for number, layer in enumerate(layers.layers):
         try:
             result, flops = _run(layer, [values[value] for value in layers.sources[number]])
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            return None  # its shapes depend on data, or it has its own device in mind
+            return None  # its shapes depend on data, or it creates tensors on a device of its own
         results = layer.written(result)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
         counts.append(flops)

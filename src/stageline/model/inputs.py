@@ -1,9 +1,9 @@
-"""What the loader brings, by the names under which layers read it.
+"""Match the inputs of a batch with the names under which layers read them.
 
-A mapping is named inputs: a value for each name that layers read. If they read `x` alone, a mapping
-without an `x` is the value of `x` itself, for a layer that takes its batch as a whole; and whatever
-is not a mapping is the value of `x` too. Names that no layer reads are refused, as a plain call
-would refuse an argument that a function does not have.
+A mapping has a value for each name that layers read. If they read only `x`, a mapping without `x`
+is itself the value of `x`, for a layer that takes its batch as a whole. Anything that is not a
+mapping is the value of `x`. Names that no layer reads are an error, as an unknown argument is in a
+plain call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from stageline.errors import BatchError
 from stageline.model.layers import CHAIN, INPUT, LayerSequence
 
-NONE_MORE: Mapping[str, Any] = MappingProxyType({})
+NO_NAMED: Mapping[str, Any] = MappingProxyType({})
 
 
 def named_inputs(
-    layers: LayerSequence, inputs: Any, named: Mapping[str, Any] = NONE_MORE
+    layers: LayerSequence, inputs: Any, named: Mapping[str, Any] = NO_NAMED
 ) -> dict[str, Any]:
     """Return a value for each name that layers read, in the order in which they first read it.
 
-    That order is the same in every process: what comes out of a set depends on its hashes.
+    The order is the same in every process; that of a set would depend on hashes.
 
     >>> from torch import nn
     >>> named_inputs(LayerSequence.of([nn.ReLU()]), [1.0, 2.0])
@@ -36,8 +36,8 @@ def named_inputs(
     found = _by_name(inputs, open_names)
     if both := [name for name in found if name in named]:
         raise BatchError(
-            f"{_listed(both)} comes with the inputs and by its name as well: give it once, and "
-            "None as inputs if all come by their names"
+            f"{_listed(both)} is given both in the inputs and by name: give it once, and use "
+            "None as inputs if all are given by name"
         )
     found |= named
     if missing := [name for name in names if name not in found]:
@@ -48,14 +48,14 @@ def named_inputs(
     if unknown := [name for name in found if name not in names]:
         raise BatchError(
             f"inputs have {_listed(unknown)}, but layers read only {_listed(names) or 'nothing'}: "
-            "name it in a layer's reads, or take it out of the batch (a mapping that is to be the "
-            "value of x as a whole goes in another: {'x': mapping})"
+            "add it to a layer's reads, or remove it from the batch (to pass a whole mapping as "
+            "the value of x, use {'x': mapping})"
         )
     return {name: found[name] for name in names}
 
 
 def _by_name(inputs: Any, names: list[str]) -> dict[Any, Any]:
-    """Return what is given without a keyword; None is nothing if there is nothing to give."""
+    """Return the positional inputs by name; None means no inputs if no layer reads `x`."""
     if isinstance(inputs, Mapping) and (names != [CHAIN] or CHAIN in inputs):
         return {key: inputs[key] for key in inputs}
     if inputs is None and CHAIN not in names:

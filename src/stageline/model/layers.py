@@ -3,8 +3,8 @@
     tokens ─► embed ─► x ─► block ─► x ─► block ─► x ─► head ─► x
                             mask ─┴────────┘
 
-A chain is the trivial case: every layer reads and writes `x`. A skip is a value that is written by
-one layer and read by a later one, with another name.
+A chain is the trivial case: every layer reads and writes `x`. A skip connection is a value of
+another name, written by one layer and read by a later one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stageline.errors import ModelError
+from stageline.torch_private import child_table, has_hooks
 
-CHAIN = "x"  # the value that a chain passes on
-INPUT = -1  # stands for the loader where a layer's number is asked for
+CHAIN = "x"  # the name of the value in a chain
+INPUT = -1  # in place of a layer's number, for values that come with the batch
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The smallest piece that is never cut: a module, the values it reads and those it writes.
+    """A module with the names of the values it reads and writes; a layer is never split.
 
-    The module is called with the values of `reads`, in that order. If it writes several, it returns
-    a tuple of them.
+    The module is called with the values of `reads`, in that order. If it writes several values, it
+    returns a tuple of them.
     """
 
     name: str
@@ -47,20 +48,20 @@ class Layer:
                 )
 
     def written(self, result: Any) -> tuple[Any, ...]:
-        """What it returned, as a value for each name that it writes."""
+        """Return the module's result as a tuple with one value per name in `writes`."""
         if len(self.writes) == 1:
             return (result,)
         if not isinstance(result, tuple | list) or len(result) != len(self.writes):
             found = f"{len(result)} values" if isinstance(result, tuple | list) else "one value"
             raise ModelError(
                 f"layer {self.name!r} returned {found}, but writes {', '.join(self.writes)}: "
-                "return a tuple with one for each"
+                "return a tuple with one value for each"
             )
         return tuple(result)
 
 
 class Value(NamedTuple):
-    """A value by who wrote it: the number of a layer, or INPUT, and its name there."""
+    """A value between layers: the number of the layer that writes it, or INPUT, and its name."""
 
     writer: int
     name: str
@@ -68,7 +69,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """Layers in the order in which they run.
+    """The layers of a model, in the order in which they run.
 
     >>> layers = LayerSequence.of(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU())))
     >>> [layer.name for layer in layers.layers]
@@ -78,13 +79,12 @@ class LayerSequence:
     """
 
     layers: tuple[Layer, ...]
-    containers: tuple[nn.Module, ...] = field(
-        default=(), compare=False
-    )  # that they were taken from
+    # The modules that the layers were taken from.
+    containers: tuple[nn.Module, ...] = field(default=(), compare=False)
 
     @staticmethod
     def of(model: LayerSequence | nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
-        """From an `nn.Sequential`, nested ones flattened, or from a list of layers or modules."""
+        """Return the layers of an `nn.Sequential`, flattened, or of a list of layers or modules."""
         layers = model if isinstance(model, LayerSequence) else LayerSequence._of(model)
         for layer in layers:
             _check_shapes(layer)
@@ -106,11 +106,13 @@ class LayerSequence:
         return LayerSequence(tuple(_named(given)), containers)
 
     def __post_init__(self) -> None:
-        """Parameters are saved, and randomness is drawn, by the names of layers."""
+        """Raise if names repeat: they identify saved parameters and seed randomness."""
         names = [layer.name for layer in self.layers]
         for name in names:
             if names.count(name) > 1:
-                raise ModelError(f"{names.count(name)} layers are called {name!r}: name them apart")
+                raise ModelError(
+                    f"{names.count(name)} layers are called {name!r}: give each its own name"
+                )
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -120,16 +122,16 @@ class LayerSequence:
 
     @cached_property
     def modules(self) -> nn.ModuleList:
-        """Of all layers."""
+        """The modules of all layers."""
         return nn.ModuleList(layer.module for layer in self.layers)
 
     def train(self, mode: bool = True) -> None:
-        """Switch all layers to training or evaluation, and the containers that they came in."""
+        """Set training or eval mode on all layers and the modules they were taken from."""
         for module in (*self.containers, *self.modules):
             module.train(mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers under the names that they have in the model."""
+        """Return parameters and buffers by their names in the model."""
         return {
             f"{layer.name}.{name}": tensor
             for layer in self.layers
@@ -137,7 +139,7 @@ class LayerSequence:
         }
 
     def copy(self) -> LayerSequence:
-        """The same layers with modules of their own, without gradients."""
+        """Return the layers with copies of their modules, without gradients."""
         modules = copy.deepcopy(self.modules)
         modules.zero_grad()
         pairs = zip(self.layers, modules, strict=True)
@@ -145,7 +147,7 @@ class LayerSequence:
 
     @cached_property
     def sources(self) -> tuple[tuple[Value, ...], ...]:
-        """For each layer what it reads: of several values with a name, the last one before it."""
+        """The values that each layer reads: the latest of each name before it."""
         latest: dict[str, Value] = {}
         sources = []
         for number, layer in enumerate(self.layers):
@@ -156,18 +158,18 @@ class LayerSequence:
 
     @property
     def output(self) -> Value:
-        """What the last layer wrote first: the loss is of this."""
+        """The first value that the last layer writes; the loss is computed from it."""
         return Value(len(self) - 1, self.layers[-1].writes[0])
 
 
 def _check_shapes(layer: Layer) -> None:
-    """Raise if a weight gets its shape only from the first batch: ranks need to know it before."""
+    """Raise if a lazy module has a weight without a shape: ranks need it before the first batch."""
     weights = (*layer.module.named_parameters(), *layer.module.named_buffers())
     for name, weight in weights:
         if is_lazy(weight):
             raise ModelError(
                 f"'{layer.name}.{name}' has no shape yet, because its module is lazy: run the "
-                "model once on a sample before, or give its sizes"
+                "model once on example inputs first, or give its sizes"
             )
 
 
@@ -175,16 +177,15 @@ def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
     if not _is_plain_sequential(module):
         yield Layer(prefix, module)
         return
-    for name, child in module._modules.items():  # noqa: SLF001  named_children() drops repeats
-        assert child is not None  # a Sequential has none
+    for name, child in child_table(module).items():  # named_children() drops repeats
+        assert child is not None  # a Sequential has no empty children
         yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
-    """One that only runs its children: no forward of its own, and no hooks that see the whole."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    """Return whether a module only runs its children: no forward of its own and no hooks."""
     is_plain = type(module).forward is nn.Sequential.forward
-    return is_plain and not any(getattr(module, name) for name in hooks)
+    return is_plain and not has_hooks(module)
 
 
 def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:

@@ -1,4 +1,4 @@
-"""Cut layers into stages: consecutive runs, none of them empty."""
+"""Cut layers into stages of consecutive layers, none of them empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stageline.errors import ModelError
 from stageline.model.flops import forward_flops
 from stageline.model.layers import LayerSequence
 
-Cut = tuple[range, ...]  # for each stage, the numbers of its layers
+Cut = tuple[range, ...]  # the layer numbers of each stage
 
 
 def cut(
@@ -19,17 +19,17 @@ def cut(
     balance: Sequence[int] | None = None,
     sample: Mapping[str, Any] | None = None,
 ) -> Cut:
-    """By the given numbers of layers, or such that the costliest stage costs as little as possible.
+    """Cut layers by the sizes in `balance`, or so that the costliest stage costs the least.
 
-    Costs are the FLOPs that a sample of the inputs takes, if there is one, or else the parameters.
+    The cost of a layer is its FLOPs for the sample inputs and its parameters, or only the latter.
     """
     if len(layers) < num_stages:
         raise ModelError(
             f"the model has {len(layers)} layers, but {num_stages} stages need one each at least: "
-            "use fewer ranks or chunks, or cut the model into smaller layers"
+            "use fewer ranks or chunks, or split the model into smaller layers"
         )
     if balance is None:
-        balance = smallest_largest(_costs(layers, sample), num_stages)
+        balance = balanced_sizes(_costs(layers, sample), num_stages)
     _check_balance(balance, len(layers), num_stages)
     return tuple(range(first, last) for first, last in pairwise(accumulate(balance, initial=0)))
 
@@ -45,16 +45,16 @@ def _check_balance(balance: object, num_layers: int, num_stages: int) -> None:
 
 
 def _costs(layers: LayerSequence, sample: Mapping[str, Any] | None) -> list[float]:
-    """Parameters count beside FLOPs, and one more, so that layers without either count too."""
+    """Return FLOPs plus parameters plus one per layer, so that every layer has a cost."""
     sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers.layers]
     flops = forward_flops(layers, sample) if sample is not None else None
     return [1.0 + a + b for a, b in zip(sizes, flops or [0] * len(sizes), strict=True)]
 
 
-def smallest_largest(costs: Sequence[float], num_stages: int) -> list[int]:
-    """How many layers each stage takes so that the costliest stage costs the least.
+def balanced_sizes(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return the number of layers per stage with which the costliest stage costs the least.
 
-    >>> smallest_largest([4, 1, 1, 1, 4], 3)
+    >>> balanced_sizes([4, 1, 1, 1, 4], 3)
     [1, 3, 1]
     """
     total = [0.0, *accumulate(costs)]

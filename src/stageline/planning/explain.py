@@ -20,7 +20,7 @@ from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.plan import Plan
 from stageline.planning.search.pace import period_of
-from stageline.report.svg.overlay import Overlay
+from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
 from stageline.simulation.simulate import simulate

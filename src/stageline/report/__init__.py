@@ -1,1 +1,1 @@
-"""What a timeline looks like: in the terminal, as SVG, as a page, and in Perfetto."""
+"""Timelines, their measures, and their pictures: text, SVG, HTML and Perfetto traces."""

@@ -1,4 +1,4 @@
-"""A timeline as one page that needs nothing else: the picture, to zoom and to drag, and a table."""
+"""Write a timeline as a self-contained HTML page: a picture with zoom and drag, and a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ th{font-weight:600;border-bottom:2px solid #444}
 td{border-bottom:1px solid #E5E5E5}
 """
 
-# The picture is a window on itself: zooming and dragging only change its viewBox.
+# Zooming and dragging only change the viewBox of the picture.
 SCRIPT = """
 const picture = document.querySelector("figure svg");
 const { width: fullWidth, height: fullHeight } = picture.viewBox.baseVal;
@@ -68,16 +68,17 @@ document.querySelector("#out").onclick = () => zoomBy(1 / 1.5);
 document.querySelector("#all").onclick = () => show(0, 0, 1);
 """
 
-LEGIBLE_WHEN_ZOOMED = 0.5  # a font size
+LEGIBLE_WHEN_ZOOMED = 0.5  # font size in pixels
 COLUMNS = ("rank", "stages", "busy", "idle", "span", "peak activations", "peak memory")
 
 
 def page(timeline: Timeline) -> str:
-    return framed(heading(timeline), svg(timeline, LEGIBLE_WHEN_ZOOMED), _table(timeline))
+    """Return the page of a timeline."""
+    return html_document(heading(timeline), svg(timeline, LEGIBLE_WHEN_ZOOMED), _table(timeline))
 
 
-def framed(title: str, picture: str, table: str = "") -> str:
-    """A page with a picture, and a table below it."""
+def html_document(title: str, picture: str, table: str = "") -> str:
+    """Return a page with a picture, and a table below it."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -93,7 +94,7 @@ def framed(title: str, picture: str, table: str = "") -> str:
 <button id="out" title="zoom out">−</button>
 <button id="all" title="show all">all</button>
 </nav>
-<figcaption>Ctrl and the wheel zoom, dragging moves, a double click shows all.</figcaption>
+<figcaption>Ctrl + wheel to zoom, drag to move, double-click to show all.</figcaption>
 </figure>
 {table}
 <script>{SCRIPT}</script>
@@ -113,7 +114,7 @@ def _table(timeline: Timeline) -> str:
 
 
 def _cells(timeline: Timeline, rank: int, stages: tuple[int, ...]) -> Iterator[str]:
-    """One for each of `COLUMNS`."""
+    """Yield the cells of a row, one for each of `COLUMNS`."""
     busy = timeline.busy[rank]
     yield str(rank)
     yield ", ".join(map(str, stages))

@@ -1,4 +1,4 @@
-"""Colours and names of what a rank does: the same in the terminal, the SVG and the page."""
+"""Define the colours and names of actions, for text, SVG and HTML alike."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ NAMES = {
     Kind.W: "weight gradient",
     Kind.B: "backward",
     Kind.REDUCE_GRAD: "gradient reduction",
+    Kind.REDUCE_TIED: "sum over tied weights",
+    Kind.UPDATE_STATS: "running statistics",
+    Kind.CLIP_GRAD: "gradient clipping",
     Kind.STEP: "optimizer step",
-    Kind.SEND_F: "send of a value",
-    Kind.RECV_F: "receipt of a value",
-    Kind.SEND_B: "send of a gradient",
-    Kind.RECV_B: "receipt of a gradient",
+    Kind.SEND_F: "send activation",
+    Kind.RECV_F: "receive activation",
+    Kind.SEND_B: "send gradient",
+    Kind.RECV_B: "receive gradient",
 }
 LETTERS = {
     Kind.REDUCE_GRAD: "R",
+    Kind.REDUCE_TIED: "T",
+    Kind.UPDATE_STATS: "N",
+    Kind.CLIP_GRAD: "C",
     Kind.STEP: "S",
     Kind.SEND_F: ">",
     Kind.RECV_F: "<",
@@ -41,23 +47,24 @@ Rgb = tuple[float, float, float]
 
 
 def letter(kind: Kind) -> str:
+    """Return the letter of a kind."""
     return LETTERS.get(kind, kind.value)
 
 
 def kinds(timeline: Timeline) -> tuple[Kind, ...]:
-    """What a timeline shows, in the order of `Kind`."""
+    """Return the kinds of action in a timeline, in the order of `Kind`."""
     seen = {span.action.kind for row in timeline.spans for span in row}
     return tuple(kind for kind in Kind if kind in seen)
 
 
 def lasting_kinds(timeline: Timeline) -> tuple[Kind, ...]:
-    """Those of `kinds` that ever take time; a stream's steps may take none."""
+    """Return the kinds that take time in a timeline; a stream's steps may take none."""
     lasting = {s.action.kind for row in timeline.spans for s in row if s.end > s.start}
     return tuple(kind for kind in Kind if kind in lasting)
 
 
 def chunks(placement: Placement) -> tuple[int, ...]:
-    """For each stage, how many earlier stages its rank holds.
+    """Return, for each stage, how many earlier stages its rank holds.
 
     >>> chunks((0, 1, 1, 0))
     (0, 0, 1, 1)
@@ -66,11 +73,12 @@ def chunks(placement: Placement) -> tuple[int, ...]:
 
 
 def num_chunks(placement: Placement) -> int:
+    """Return the largest number of stages on a rank."""
     return 1 + max(chunks(placement), default=0)
 
 
 def painter(timeline: Timeline) -> Paint:
-    """The colour of every action of a timeline."""
+    """Return a function that gives each action of a timeline its colour."""
     chunk_of = chunks(timeline.placement)
     total = num_chunks(timeline.placement)
     shade_of = cache(lambda kind, stage: shade(kind, chunk_of[stage], total))
@@ -78,20 +86,20 @@ def painter(timeline: Timeline) -> Paint:
 
 
 def shade(kind: Kind, chunk: int, total: int) -> str:
-    """Dark for the first chunk of a rank, light for its last: as Megatron draws them."""
+    """Return the colour of a chunk: dark for the first of a rank, light for the last."""
     lightness = LIGHTEST * chunk / (total - 1) if total > 1 else 0.0
     return mix([(COLOURS.get(kind, OTHER_COLOUR), 1.0 - lightness), (WHITE, lightness)])
 
 
 def mix(parts: list[tuple[str, float]]) -> str:
-    """The average of colours, by weight."""
+    """Return the weighted average of colours."""
     total = sum(weight for _, weight in parts)
     sums = [sum(_rgb(colour)[i] * weight for colour, weight in parts) for i in range(3)]
     return "#" + "".join(f"{round(channel / total):02X}" for channel in sums)
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever reads better on it."""
+    """Return black or white, whichever is easier to read on a background."""
     red, green, blue = _rgb(background)
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else WHITE
 

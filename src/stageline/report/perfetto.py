@@ -1,6 +1,6 @@
-"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: the Trace Event Format, in JSON.
+"""Write a timeline as a trace for ui.perfetto.dev and chrome://tracing (Trace Event Format, JSON).
 
-A timeline's unit of time may be anything, but a trace counts microseconds: a unit is shown as a
+A timeline may use any unit of time, but a trace uses microseconds: one unit is shown as one
 millisecond.
 """
 
@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from stageline.report.measures.steps import steps
+from stageline.report.memory import memory_steps
 from stageline.report.palette import NAMES, letter
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
@@ -19,15 +19,13 @@ from stageline.schedules.action import NO_VERSION, WHOLE_BATCH, Action, Kind
 Event = dict[str, object]
 
 NANOSECONDS_PER_UNIT = 1_000_000
-MESSAGES = {
-    Kind.F: Kind.SEND_F,
-    Kind.I: Kind.SEND_B,
-    Kind.B: Kind.SEND_B,
-}  # what they make and read
-PROCESS = 1  # Perfetto takes process and thread 0 for the kernel's idle ones
+# the kind of message that an action sends and receives
+MESSAGES = {Kind.F: Kind.SEND_F, Kind.I: Kind.SEND_B, Kind.B: Kind.SEND_B}
+PROCESS = 1  # Perfetto treats process and thread 0 as the kernel's idle ones
 
 
 def trace(timeline: Timeline) -> str:
+    """Return the trace of a timeline as JSON."""
     events = [*_names(timeline), *_actions(timeline), *_memory(timeline), *_flows(timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
@@ -61,15 +59,15 @@ def _args(action: Action) -> Iterator[tuple[str, int]]:
 
 def _memory(timeline: Timeline) -> Iterator[Event]:
     for rank, levels in enumerate(timeline.memory):
-        for time, held in steps(levels).items():
+        for time, held in memory_steps(levels).items():
             counter = {"ph": "C", "name": f"rank {rank}", "args": {"memory": held}}
             yield {**_at(rank, _ticks(time)), **counter}
 
 
 def _flows(timeline: Timeline) -> Iterator[Event]:
-    """An arrow for each message, from the action that made it to the one that it is for.
+    """Yield an arrow for each message, from the action that made it to the one that reads it.
 
-    Viewers tie the ends to the actions that enclose them, so they lie a nanosecond inside.
+    Viewers attach an end to the action that encloses it, so ends are a nanosecond inside.
     """
     runs = _runs(timeline)
     times_seen: Counter[Action] = Counter()
@@ -85,7 +83,7 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
 
 
 def _runs(timeline: Timeline) -> Mapping[tuple[int, int, Kind, int], list[Span]]:
-    """The actions at the ends of a message, one for each step that was traced."""
+    """Return the actions at the ends of each message, one for each traced step."""
     runs: dict[tuple[int, int, Kind, int], list[Span]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
         for span in row:
@@ -109,7 +107,7 @@ def _at(rank: int, ticks: int) -> Event:
 
 
 def _ticks(time: float) -> int:
-    """Whole nanoseconds, so that an action ends exactly where the next one starts."""
+    """Return a time in whole nanoseconds, so that actions end exactly where the next one starts."""
     return round(time * NANOSECONDS_PER_UNIT)
 
 

@@ -1,4 +1,4 @@
-"""The measures of a timeline in words, for the foot of every picture."""
+"""Describe a timeline in words: its sizes and measures, for headings and footers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def heading(timeline: Timeline) -> str:
+    """Return the name and sizes of a timeline."""
     return ", ".join(part for part in (timeline.name, sizes(timeline)) if part)
 
 
 def sizes(timeline: Timeline) -> str:
+    """Return the numbers of ranks, mini-batches and micro-batches."""
     schedule = timeline.schedule
     each = _count(schedule.num_microbatches, "micro-batch")
     work = f"{_count(schedule.num_minibatches, 'mini-batch')} of {each}"
     return f"{_count(timeline.num_ranks, 'rank')}, {work if schedule.is_stream else each}"
 
 
-def measures(timeline: Timeline) -> Iterator[str]:
-    """Makespan, bubbles and peaks, each a phrase."""
+def measure_phrases(timeline: Timeline) -> Iterator[str]:
+    """Yield makespan, bubbles and peaks, each as a phrase."""
     yield f"makespan {number(timeline.makespan)}{_bound(timeline)}"
     yield f"step bubble {percent(timeline.step_bubble)}"
     yield f"span bubble {percent(timeline.span_bubble)}"
@@ -34,7 +36,7 @@ def measures(timeline: Timeline) -> Iterator[str]:
 
 
 def number(value: float) -> str:
-    """At most four digits, and a suffix where more would be needed.
+    """Return a number with at most four digits, and a suffix if it is large.
 
     >>> number(33.0), number(0.12345), number(23_622_320_128)
     ('33', '0.1235', '23.62G')
@@ -47,10 +49,12 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
+    """Return a fraction in percent."""
     return f"{100 * share:.1f} %"
 
 
 def share_range(shares: tuple[float, ...]) -> str:
+    """Return the least and the greatest of several fractions, in percent."""
     least, most = percent(min(shares)), percent(max(shares))
     return most if least == most else f"{least.removesuffix(' %')} to {most}"
 
@@ -61,15 +65,19 @@ def _count(count: int, noun: str) -> str:
 
 
 def _bound(timeline: Timeline) -> str:
-    """What is proven of any order with this placement and memory, if anything."""
+    """Return a note on the lower bound for this placement and memory, if there is one."""
     if not timeline.lower_bound:
         return ""
     is_least = timeline.makespan <= timeline.lower_bound * (1 + 1e-9)
-    return " (least for this memory)" if is_least else f" (at best {number(timeline.lower_bound)})"
+    return (
+        " (optimal for this memory)"
+        if is_least
+        else f" (lower bound {number(timeline.lower_bound)})"
+    )
 
 
 def _peak(peaks: tuple[float, ...]) -> str:
-    """The highest, and the rank that reaches it unless all of them do."""
+    """Return the highest peak, and its rank unless all ranks have the same."""
     highest = max(peaks)
     where = "" if min(peaks) == highest else f" (rank {peaks.index(highest)})"
     return number(highest) + where

@@ -1,38 +1,38 @@
-"""When each action ran, simulated or measured: one value for both, with measures and pictures."""
+"""Define `Timeline`: when each action ran, simulated or measured, with measures and pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from stageline.costs import Costs
-from stageline.report.measures.idle import Idle
-from stageline.report.measures.memory import memory_curves
-from stageline.report.measures.steady import busy_share, steady_window
-from stageline.report.measures.transfers import transfers
-from stageline.report.spans import Level, Spans, Transfer, Unmeasured
-from stageline.schedules.bounds import Bounds, lower_bounds
-from stageline.schedules.edges import Edge, chain
+from stageline.report.idle import Idle, busy_share, steady_window
+from stageline.report.memory import memory_curves
+from stageline.report.spans import MemoryLevel, Spans, Transfer
+from stageline.schedules.action_times import ActionTimes
+from stageline.schedules.edges import Edge, Routes, chain
+from stageline.schedules.lower_bounds import Bounds, lower_bounds
 from stageline.schedules.placement import Placement, Replicas
 from stageline.schedules.schedule import Schedule
 
-ROUNDED = 1 - 1e-9  # sums of times differ in their last digits by the order of adding
+ROUNDED = 1 - 1e-9  # the last digits of a sum depend on the order of its terms
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did and when; from it and the costs follow memory, messages and bounds."""
+    """The actions of each rank with their times, simulated or measured; an immutable value."""
 
     spans: Spans
     placement: Placement
-    costs: Costs | None = None  # None: nothing is known but the times
-    edges: tuple[Edge, ...] | None = None  # None: each stage reads what the one before it wrote
-    sent: tuple[Transfer, ...] | None = None  # None: messages did not wait for each other
+    costs: Costs | None = None  # None: only the times are known
+    edges: tuple[Edge, ...] | None = None  # None: each stage reads the output of the previous one
+    sent: tuple[Transfer, ...] | None = None  # None: messages did not queue
     name: str = field(default="", compare=False)
-    idle: tuple[Idle, ...] = ()  # by rank, if it was measured
-    balance: tuple[int, ...] | None = None  # layers of each stage, if it was measured
-    replicas: Replicas = ()  # of each stage; (): one
+    idle: tuple[Idle, ...] = ()  # by rank, if measured
+    balance: tuple[int, ...] | None = None  # layers of each stage, if measured
+    replicas: Replicas = ()  # of each stage; () means one each
 
     @property
     def num_ranks(self) -> int:
@@ -44,33 +44,33 @@ class Timeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What ran, in the order in which it did."""
+        """Return the schedule that was run."""
         rows = tuple(tuple(span.action for span in row) for row in self.spans)
         return Schedule(rows, self.placement, self.name, self.replicas)
 
     @cached_property
     def makespan(self) -> float:
-        """From time 0 to the end of the last action on any rank."""
+        """Return the end of the last action on any rank; time starts at 0."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank works."""
+        """Return how long each rank works."""
         return tuple(sum(end - start for _, start, end in row) for row in self.spans)
 
     @property
     def step_bubble(self) -> float:
-        """Idle share of ranks × makespan: what is lost when every step ends with a barrier."""
+        """Return the idle share of ranks × makespan: the loss if every step ends with a barrier."""
         return 1.0 - sum(self.busy) / (self.num_ranks * self.makespan) if self.makespan else 0.0
 
     @cached_property
     def rank_spans(self) -> tuple[float, ...]:
-        """From each rank's own first action to its last."""
+        """Return the time from each rank's own first action to its last."""
         return tuple(row[-1].end - row[0].start if row else 0.0 for row in self.spans)
 
     @property
     def span_bubble(self) -> float:
-        """Idle share of the longest rank span: what is lost when steps follow without a barrier."""
+        """Return the idle share of the longest rank span: the loss without barriers."""
         longest = max(self.rank_spans, default=0.0)
         pairs = zip(self.rank_spans, self.busy, strict=True)
         work = max((work for span, work in pairs if span >= longest * ROUNDED), default=0.0)
@@ -78,10 +78,10 @@ class Timeline:
 
     @cached_property
     def steady_busy(self) -> tuple[float, ...]:
-        """The busy share of each rank between fill and drain; () if it drains before it is full.
+        """Return the busy share of each rank between fill and drain; () if there is no such time.
 
-        That is from when the last rank has begun its first backward until the first rank has begun
-        its last forward: what a stream of many mini-batches keeps up.
+        That is from the time when the last rank has started its first backward until the first
+        rank has started its last forward. A stream of many mini-batches sustains this share.
 
         >>> from stageline import build_schedule, simulate
         >>> sizes = {"num_ranks": 2, "num_microbatches": 1}
@@ -92,47 +92,59 @@ class Timeline:
         return tuple(busy_share(row, window) for row in self.spans) if window else ()
 
     @cached_property
-    def memory(self) -> tuple[tuple[Level, ...], ...]:
-        """What each rank holds, in the order of time."""
+    def memory(self) -> tuple[tuple[MemoryLevel, ...], ...]:
+        """Return the memory that each rank holds over time."""
         if self.costs is None:
             return ()
         return memory_curves(self.spans, self.placement, self.costs, self.replicas)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The messages between ranks."""
+        """Return the messages between ranks."""
         if self.sent is not None or self.costs is None:
             return self.sent or ()
         edges = chain(self.num_stages) if self.edges is None else self.edges
-        return tuple(transfers(self.spans, self.placement, edges, self.costs))
+        return tuple(self._transfers_of(edges, self.costs))
+
+    def _transfers_of(self, edges: Iterable[Edge], costs: Costs) -> Iterator[Transfer]:
+        """Yield the messages of these edges, each sent when its value was computed."""
+        routes = Routes(tuple(edges), self.placement)
+        times = ActionTimes(costs, self.placement)
+        for rank, row in enumerate(self.spans):
+            for action, _, end in row:
+                for send in routes.sends(action):
+                    arrival = end + times.latency(send.stage, send.peer)
+                    yield Transfer(rank, self.placement[send.peer], send, end, arrival)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The most that each rank's activations take, in the unit of `Costs.activation`."""
+        """Return the peak of each rank's activations, in the unit of `Costs.activation`."""
         return tuple(max((level.activations for level in row), default=0.0) for row in self.memory)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds, with parameters, optimizer state and working sets."""
+        """Return the peak of each rank's memory, including parameters and optimizer state."""
         return tuple(max((level.total for level in row), default=0.0) for row in self.memory)
 
     @property
     def lower_bound(self) -> float:
-        """Proven: with this placement, these costs and no more activations on any rank than here,
-        no order of F, I and W has a smaller makespan. 0 if nothing is proven.
+        """Return a proven lower bound on the makespan; 0 if there is none.
+
+        It holds for all orders of F, I and W with this placement, these costs and no more
+        activations on any rank than here.
         """
         return _reached(self._bounds.makespan, self.makespan)
 
     @property
     def span_lower_bound(self) -> float:
-        """The same for the longest rank span."""
+        """Return a proven lower bound on the longest rank span; see `lower_bound`."""
         return _reached(self._bounds.span, max(self.rank_spans, default=0.0))
 
     @cached_property
     def _bounds(self) -> Bounds:
-        """They hold if every stage reads from the one before it; other edges only add waiting.
+        """Return both bounds; they require that every stage reads from the previous one.
 
-        Of stages on several ranks nothing is proven.
+        Further edges only add waiting. There are no bounds for stages with replicas.
         """
         is_chain = self.edges is None or set(chain(self.num_stages)) <= set(self.edges)
         if self.costs is None or not is_chain or self.replicas or not any(self.spans):
@@ -141,24 +153,22 @@ class Timeline:
         return lower_bounds(self.placement, num_microbatches, self.costs, self.peak_activations)
 
     def save(self, path: str | Path) -> None:
-        """Draw it as the suffix says: .svg, .html, or .json for ui.perfetto.dev."""
-        from stageline.report.files import save  # noqa: PLC0415  most need no picture
+        """Write a picture; the suffix is .svg, .html, or .json for ui.perfetto.dev."""
+        from stageline.report.save import save  # noqa: PLC0415  most users need no picture
 
         save(self, path)
 
     def __repr__(self) -> str:
-        if isinstance(self.spans, Unmeasured):
-            return "Timeline(still being measured)"
         sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
         return f"Timeline({self.name!r}, {sizes}, makespan={self.makespan:g})"
 
     def __str__(self) -> str:
-        """A row for each rank; as wide as the terminal, if it is printed to one."""
+        """Return a text grid with one row per rank, as wide as the terminal, if there is one."""
         from stageline.report.text.grid import plain, terminal_width  # noqa: PLC0415  as above
 
         return plain(self, terminal_width())
 
 
 def _reached(bound: float, reached: float) -> float:
-    """A bound that is reached is what was reached, to the last digit."""
+    """Return the bound, or exactly the value that was reached if they differ only by rounding."""
     return reached if abs(bound - reached) <= 1e-9 * reached else bound

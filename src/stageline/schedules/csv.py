@@ -1,4 +1,7 @@
-"""Schedules as CSV: a row per rank, an action per cell, as torch.distributed.pipelining has it."""
+"""Read and write schedules as CSV, in the format of torch.distributed.pipelining.
+
+A file has one row per rank and one action per cell.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,48 @@ from stageline.limits import MOST_SCHEDULE_BYTES, MOST_STAGES, check_most
 from stageline.schedules.action import (
     COMPUTE,
     NO_PEER,
+    ONCE,
     WHOLE_BATCH,
     Action,
     Kind,
-    neighbour,
+    default_peer,
 )
 
-# At most six digits: a stage number beyond a million is a broken file.
+# At most six digits: a stage number above a million means that the file is damaged.
 ACTION = re.compile(
     r"(\d{1,6})([A-Z](?:[A-Z_]*[A-Z])?)(\d{1,6})?(?:>(\d{1,6}))?(?:@(\d{1,6}))?", re.ASCII
 )
-OVERLAPPED = re.compile(
-    r"\(([^()]*)\)OVERLAP_F_B"
-)  # torch's pair of actions that may run side by side
-SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions: not part of an order of compute
-ONCE = (Kind.REDUCE_GRAD, Kind.STEP)
+# torch's notation for two actions that may overlap
+OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+SHARDING = ("UNSHARD", "RESHARD")  # torch's FSDP actions, which are skipped
 
 
 def read(path: AnyPath) -> list[list[Action]]:
-    """The rows of a file, whole or not at all."""
+    """Return the rows of a file; raise `ScheduleError` if any of it cannot be read."""
     return parse(read_text(path, ScheduleError, MOST_SCHEDULE_BYTES))
 
 
 def parse(text: str) -> list[list[Action]]:
-    """The actions of each row; empty cells are pauses in the drawing and carry no meaning."""
+    """Return the actions of each row; empty cells are skipped."""
     rows: list[list[Action]] = []
     try:
         for rank, row in enumerate(csv.reader(io.StringIO(text))):
             check_most("the number of rows", rank + 1, MOST_STAGES, "is this a schedule?")
             rows.append(list(parse_cells(row, rank)))
     except csv.Error as error:
-        raise ScheduleError(f"this is not CSV: {error}") from error
+        raise ScheduleError(f"the text is not valid CSV: {error}") from error
     return rows
 
 
 def render(rows: Iterable[Iterable[Action]]) -> str:
+    """Return rows of actions as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
     return out.getvalue()
 
 
 def parse_cells(cells: Iterable[str], rank: int) -> Iterator[Action]:
+    """Yield the actions of one row."""
     for column, cell in enumerate(cells):
         if not cell:
             continue
@@ -90,7 +94,7 @@ def _action(stage: int, kind: Kind, microbatch: str | None, peer: str | None, se
             raise ScheduleError(f"{seen}, but only sends and receives have a peer")
         return Action(stage, kind, WHOLE_BATCH if microbatch is None else int(microbatch), NO_PEER)
     return Action(
-        stage, kind, int(microbatch or 0), neighbour(stage, kind) if peer is None else int(peer)
+        stage, kind, int(microbatch or 0), default_peer(stage, kind) if peer is None else int(peer)
     )
 
 
@@ -98,5 +102,5 @@ def _with_version(action: Action, version: str | None, seen: str) -> Action:
     if version is None:
         return action
     if action.kind not in COMPUTE and action.kind not in ONCE:
-        raise ScheduleError(f"{seen}, but only what computes, reduces or steps has a version")
+        raise ScheduleError(f"{seen}, but sends and receives have no version")
     return action._replace(version=int(version))

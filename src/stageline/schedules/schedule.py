@@ -1,7 +1,7 @@
-"""A schedule: for each rank, the order of its compute actions, and where each stage is placed.
+"""Define `Schedule`: the order of each rank's compute actions, and the placement of the stages.
 
-A schedule of several mini-batches holds the optimizer's steps as well, one for each mini-batch and
-stage, and its actions name the versions of the weights that they use.
+A schedule of several mini-batches (a stream) also contains the optimizer steps, one for each
+mini-batch and stage, and its actions name the versions of the weights that they use.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from stageline.files import write_text
 from stageline.limits import MOST_STAGES, check_most
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
-from stageline.schedules.grid import grid
-from stageline.schedules.placement import Placement, Replicas, home, stages_by_rank
+from stageline.schedules.marked_grid import grid
+from stageline.schedules.placement import Placement, Replicas, rank_of, stages_by_rank
 
 Rows = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank computes, in order. A plain value: `check` judges it, `simulate` times it.
+    """The ordered compute actions of every rank; an immutable value.
 
     >>> schedule = Schedule.from_text("0F0 0B0", "1F0 1B0")
     >>> schedule.num_ranks, schedule.num_microbatches, schedule.placement
@@ -37,21 +37,22 @@ class Schedule:
     actions: Rows
     placement: Placement
     name: str = field(default="", compare=False)
-    replicas: Replicas = ()  # of each stage, on ranks from its placement on; (): one of each
+    replicas: Replicas = ()  # of each stage, on consecutive ranks; () means one each
 
     def __post_init__(self) -> None:
-        """Lists become tuples: a schedule that was checked must not change."""
+        """Convert lists to tuples: a schedule that was checked must not change."""
         object.__setattr__(self, "actions", as_rows(self.actions))
         object.__setattr__(self, "placement", as_numbers("placement", self.placement))
         object.__setattr__(self, "replicas", as_numbers("replicas", self.replicas))
 
     @staticmethod
     def of(actions: Iterable[Iterable[Action]], placement: Placement, name: str = "") -> Schedule:
+        """Build a schedule from any iterables of actions."""
         return Schedule(tuple(tuple(row) for row in actions), placement, name)
 
     @staticmethod
     def from_text(*rows: str, name: str = "") -> Schedule:
-        """One string per rank, actions apart by blanks."""
+        """Build a schedule from one string per rank, with actions separated by spaces."""
         for row in rows:
             check_type("a row", row, str, "write it like '0F0 0B0'")
         check_most("the number of ranks", len(rows), MOST_STAGES)
@@ -61,14 +62,14 @@ class Schedule:
 
     @staticmethod
     def from_csv(path: str | Path) -> Schedule:
-        """Read a file of ours or torch's; sends and receives are left out, for `lower` to add."""
+        """Read a CSV file of Stageline or torch, without its communication, which `lower` adds."""
         rows = csv.read(path)
         actions = tuple(tuple(a for a in row if is_scheduled(a)) for row in rows)
         placement, replicas = _placement(actions)
         return Schedule(actions, placement, Path(path).stem, replicas)
 
     def to_csv(self, path: str | Path) -> None:
-        """Write a row for each rank, an action in each cell."""
+        """Write a CSV file with one row per rank and one action per cell."""
         write_text(path, csv.render(self.actions), ScheduleError)
 
     def __repr__(self) -> str:
@@ -78,7 +79,7 @@ class Schedule:
         return f"Schedule({self.name!r}, {sizes}, {each}{stream})"
 
     def __str__(self) -> str:
-        """A row for each rank."""
+        """Return one line per rank."""
         return grid(self.actions)
 
     @property
@@ -91,30 +92,31 @@ class Schedule:
 
     @cached_property
     def total_microbatches(self) -> int:
-        """Of all mini-batches."""
+        """Return the number of micro-batches in all mini-batches together."""
         return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
 
     @cached_property
     def num_minibatches(self) -> int:
-        """As many as there are steps of the optimizer; one, if it holds none."""
+        """Return the number of optimizer steps, or 1 if the schedule has none."""
         steps = (a.version for row in self.actions for a in row if a.kind is Kind.STEP)
         return max(max(steps, default=1), 1)
 
     @property
     def num_microbatches(self) -> int:
-        """Of one mini-batch."""
+        """Return the number of micro-batches in one mini-batch."""
         return self.total_microbatches // self.num_minibatches
 
     @cached_property
     def is_stream(self) -> bool:
-        """Whether its actions name versions of weights, and optimizer steps are among them."""
+        """Return whether actions name weight versions, and optimizer steps are included."""
         return any(a.version != NO_VERSION for row in self.actions for a in row)
 
-    def home(self, stage: int, microbatch: int) -> int:
-        """The rank that runs a micro-batch on a stage."""
-        return home(self.placement, self.replicas, stage, microbatch)
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank that runs a micro-batch on a stage."""
+        return rank_of(self.placement, self.replicas, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, ascending."""
         return self._stages[rank]
 
     @cached_property
@@ -123,69 +125,69 @@ class Schedule:
 
 
 def as_rows(actions: object) -> Rows:
-    """Return rows of actions as tuples; raise `ScheduleError` if that is not what is given."""
+    """Return rows of actions as tuples; raise `ScheduleError` for anything else."""
     rows = actions if _is_list(actions) else (actions,)
     found = []
     for row in cast("Iterable[object]", rows):
         if not _is_list(row):
             raise ScheduleError(
-                f"actions has {shown(row)}, but holds a list of actions for each rank: build a "
-                "schedule with sl.build_schedule, or read one with sl.Schedule.from_csv"
+                f"actions contains {shown(row)}, but must have a list of actions for each rank: "
+                "build a schedule with sl.build_schedule, or read one with sl.Schedule.from_csv"
             )
         found.append(tuple(cast("Iterable[Action]", row)))
         for action in found[-1]:
             if type(action) is not Action:
                 raise ScheduleError(
-                    f"actions has {shown(action)} in a row, but holds sl.Action values: "
-                    "sl.Schedule.from_text reads text like '0F0 0B0'"
+                    f"actions contains {shown(action)} in a row, but must have sl.Action values: "
+                    "sl.Schedule.from_text reads text such as '0F0 0B0'"
                 )
     return tuple(found)
 
 
 def as_numbers(name: str, values: object) -> tuple[int, ...]:
-    """Return whole numbers as a tuple; raise `ScheduleError` if that is not what is given."""
+    """Return integers as a tuple; raise `ScheduleError` for anything else."""
     found = tuple(cast("Iterable[int]", values)) if _is_list(values) else (None,)
-    if not all(map(is_whole, found)):
-        raise ScheduleError(
-            f"{name} is {shown(values)}, but has to be whole numbers, one for each stage"
-        )
+    if not all(map(is_integer, found)):
+        raise ScheduleError(f"{name} is {shown(values)}, but must be integers, one for each stage")
     return cast("tuple[int, ...]", found)
 
 
 def _is_list(value: object) -> bool:
-    """An action is a tuple too, but not of actions."""
+    """Return whether a value is a list or the like; an action, though a tuple, is not."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Action)
 
 
-def is_whole(number: object) -> bool:
-    """Whether a value is a whole number; numpy's are too, True is not."""
+def is_integer(number: object) -> bool:
+    """Return whether a value is an integer, possibly numpy's; a bool is not."""
     return type(number) is int or (isinstance(number, Integral) and not isinstance(number, bool))
 
 
 def is_scheduled(action: Action) -> bool:
-    """Whether an action of a program is one of its schedule, and not for `lower` to add."""
+    """Return whether an action belongs to a schedule; `lower` adds the others."""
     is_step = action.kind is Kind.STEP and action.version != NO_VERSION
     return action.kind in COMPUTE or is_step
 
 
 def _placement(actions: Rows) -> tuple[Placement, Replicas]:
-    """A stage lives where its forwards run: a file does not say it otherwise."""
+    """Return each stage's rank and number of replicas, from where its forwards run."""
     ranks: dict[int, set[int]] = {}
     for rank, row in enumerate(actions):
         for action in row:
             if action.kind is Kind.F:
                 ranks.setdefault(action.stage, set()).add(rank)
-    homes = {stage: min(found) for stage, found in ranks.items()}
-    missing = [str(stage) for stage in range(max(homes, default=-1) + 1) if stage not in homes]
-    if not homes:
+    first_ranks = {stage: min(found) for stage, found in ranks.items()}
+    missing = [
+        str(stage) for stage in range(max(first_ranks, default=-1) + 1) if stage not in first_ranks
+    ]
+    if not first_ranks:
         raise ScheduleError(
-            "no forward in any row, but every stage of a schedule needs one: is this a schedule?"
+            "no row has a forward, but every stage of a schedule needs one: is this a schedule?"
         )
     if missing:
         raise ScheduleError(
-            f"no forward of stage {', '.join(missing[:8])}, but a stage after it has one: add it"
+            f"stage {', '.join(missing[:8])} has no forward, but a later stage has one: add it"
         )
-    placement = tuple(homes[stage] for stage in range(len(homes)))
-    counts = tuple(len(ranks[stage]) for stage in range(len(homes)))
+    placement = tuple(first_ranks[stage] for stage in range(len(first_ranks)))
+    counts = tuple(len(ranks[stage]) for stage in range(len(first_ranks)))
     has_steps = any(a.kind is Kind.STEP for row in actions for a in row)
     return placement, counts if has_steps and max(counts) > 1 else ()

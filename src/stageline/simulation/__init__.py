@@ -1,1 +1,1 @@
-"""Schedules and programs run on paper."""
+"""Simulation of schedules and programs, without torch."""

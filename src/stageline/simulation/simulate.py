@@ -1,4 +1,4 @@
-"""Run a schedule or a program on paper: when everything happens, and what it holds in memory."""
+"""Simulate a schedule or a program: compute when each action runs from the costs of the stages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from stageline.errors import CostsError
 from stageline.report.spans import Span, Spans, Transfer
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.action_times import ActionTimes
 from stageline.schedules.check import check
 from stageline.schedules.edges import chain
-from stageline.schedules.precedence import Numbering, Run, run_lanes, waits_of
 from stageline.schedules.program.lower import lower
-from stageline.schedules.program.program import TWIN, Program, Tasks, program_tasks
+from stageline.schedules.program.program import RECEIVE_KIND, Program, ProgramTasks, program_tasks
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.times import Times
+from stageline.schedules.task_graph import LaneTimes, TaskNumbering, dependencies_of, run_lanes
 
 
 def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
-    """When each action would run if everything took just what `costs` say: 1 each, by default.
+    """Return the timeline of a schedule or program in which everything takes what `costs` say.
 
-    A schedule runs as its program does: a message leaves as soon as it is made, beside what the
-    rank computes next.
+    By default each of F, I and W takes 1. A schedule takes the same times as its program: a message
+    is sent as soon as its value is computed, while the rank computes the next one.
 
     >>> from stageline.schedules.build import build_schedule
     >>> timeline = simulate(build_schedule("gpipe", num_ranks=4, num_microbatches=4))
@@ -37,8 +37,8 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     if isinstance(work, Schedule) and (
         work.is_stream or any(map(costs.is_set, ("message", "reduce", "step")))
     ):
-        work = lower(work)  # messages that queue, reductions and steps have to be written out
-    times = Times(costs, work.placement, work.replicas)
+        work = lower(work)  # only a program has queued messages, reductions and steps
+    times = ActionTimes(costs, work.placement, work.replicas)
     if isinstance(work, Schedule):
         return Timeline(_run_schedule(work, times), work.placement, costs, name=work.name)
     spans, sent = _run_program(work, times)
@@ -47,18 +47,18 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     )
 
 
-def _run_schedule(schedule: Schedule, times: Times) -> Spans:
-    numbering = Numbering(schedule.num_stages, schedule.total_microbatches)
+def _run_schedule(schedule: Schedule, times: ActionTimes) -> Spans:
+    numbering = TaskNumbering(schedule.num_stages, schedule.total_microbatches)
     lanes = [numbering.lane(row) for row in schedule.actions]
     durations = [0.0] * numbering.num_tasks
     for row, lane in zip(schedule.actions, lanes, strict=True):
         for (stage, kind, _, _, _), task in zip(row, lane, strict=True):
             durations[task] = times.durations[kind][stage]
-    waits = waits_of(numbering, chain(schedule.num_stages), times.latency)
-    return _spans(schedule.actions, lanes, run_lanes(lanes, durations, waits))
+    dependencies = dependencies_of(numbering, chain(schedule.num_stages), times.latency)
+    return _spans(schedule.actions, lanes, run_lanes(lanes, durations, dependencies))
 
 
-def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: Run) -> Spans:
+def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: LaneTimes) -> Spans:
     starts, ends = run.starts, run.ends
     return tuple(
         tuple([Span(a, starts[task], ends[task]) for a, task in zip(row, lane, strict=True)])
@@ -66,10 +66,10 @@ def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: Ru
     )
 
 
-def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer, ...]]:
-    tasks = program_tasks(program, times.latency_of)
-    run = run_lanes(tasks.lanes, _program_durations(program, tasks, times), tasks.waits)
-    steps_show = program.schedule.is_stream or times.ends_with_a_step
+def _run_program(program: Program, times: ActionTimes) -> tuple[Spans, tuple[Transfer, ...]]:
+    tasks = program_tasks(program, times.message_latency)
+    run = run_lanes(tasks.lanes, _program_durations(program, tasks, times), tasks.dependencies)
+    steps_show = program.schedule.is_stream or times.has_step_time
     kept = COMPUTE | {Kind.STEP} if steps_show else COMPUTE
     spans = (
         tuple(
@@ -82,20 +82,24 @@ def _run_program(program: Program, times: Times) -> tuple[Spans, tuple[Transfer,
     return tuple(spans), tuple(_messages(program, tasks, times, run))
 
 
-def _messages(program: Program, tasks: Tasks, times: Times, run: Run) -> Iterator[Transfer]:
+def _messages(
+    program: Program, tasks: ProgramTasks, times: ActionTimes, run: LaneTimes
+) -> Iterator[Transfer]:
     for (rank, send), task in tasks.background.items():
-        if send.kind in TWIN:
-            arrival = run.ends[task] + times.latency_of(send)
-            target = program.routes.home(send.peer, send.microbatch)
+        if send.kind in RECEIVE_KIND:
+            arrival = run.ends[task] + times.message_latency(send)
+            target = program.routes.rank_of(send.peer, send.microbatch)
             yield Transfer(rank, target, send, run.starts[task], arrival)
 
 
-def _program_durations(program: Program, tasks: Tasks, times: Times) -> list[float]:
+def _program_durations(program: Program, tasks: ProgramTasks, times: ActionTimes) -> list[float]:
     durations = [0.0] * tasks.num_tasks
     for row, lane in zip(program.actions, tasks.lanes, strict=False):
         for action, task in zip(row, lane, strict=True):
             durations[task] = times.durations[action.kind][action.stage]
     for (_, action), task in tasks.background.items():
-        is_message = action.kind in TWIN
-        durations[task] = times.link_time(action) if is_message else times.reduction(action.stage)
+        is_message = action.kind in RECEIVE_KIND
+        durations[task] = (
+            times.message_occupancy(action) if is_message else times.reduction_time(action.stage)
+        )
     return durations

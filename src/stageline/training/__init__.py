@@ -1,7 +1,8 @@
-"""A training loop for those who do not want their own.
+"""A training loop with reports and checkpoints, for those who do not need their own.
 
-data        batches in an order that a run which was stopped finds again
-metrics     what is known of the last steps, and the files that it goes to
-progress    the same for whoever watches
+data        batches in an order that a restarted run reproduces
+run         the steps, checkpoints and resumption of a training run
+metrics     reports on the last steps, and the files that they are written to
+progress    a progress bar and lines in the terminal
 fit         the loop
 """

@@ -1,8 +1,8 @@
-"""Batches in an order that depends on the seed and the epoch alone, so that a stop changes nothing.
+"""Batches in an order that depends only on the seed and the epoch, so that runs can be resumed.
 
-Before each epoch torch's generator is seeded, and a sampler is told the epoch: a loader that
-shuffles gives the same order on every rank, and the same again after a restart. Batches that were
-trained on before a stop are read once more and passed over.
+Before each epoch torch's generator is seeded and the sampler's `set_epoch` is called: a loader that
+shuffles has the same order on every rank, and again after a restart. A resumed run reads the
+batches of the current epoch from its start and skips those that it has trained on.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from typing import Any, NamedTuple
 import torch
 
 from stageline.errors import BatchError
-from stageline.runtime.engine.microbatches import pair
+from stageline.runtime.batches.microbatches import pair
 
 
-class Position(NamedTuple):
-    """How far training has come: whole epochs, and batches of the one under way."""
+class DataPosition(NamedTuple):
+    """The number of complete epochs, and of batches in the current one."""
 
     epoch: int = 0
     batch: int = 0
 
 
 class Batch(NamedTuple):
+    """One batch of the loader."""
+
     inputs: Any
     target: Any
-    after: Position  # where the data stands once it is trained on
+    after: DataPosition  # the position once this batch is trained on
 
 
-def batches(loader: Iterable[Any], seed: int, start: Position) -> Iterator[Batch]:
-    """Without end; raises `BatchError` if the loader has nothing (more) to give."""
+def batches(loader: Iterable[Any], seed: int, start: DataPosition) -> Iterator[Batch]:
+    """Yield batches without end; raise `BatchError` if the loader yields none in an epoch."""
     for epoch in count(start.epoch):
         torch.manual_seed(_epoch_seed(seed, epoch))
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -42,11 +44,11 @@ def batches(loader: Iterable[Any], seed: int, start: Position) -> Iterator[Batch
         number = 0
         for number, item in enumerate(loader, start=1):
             if number > skip:
-                yield Batch(*pair(item), Position(epoch, number))
+                yield Batch(*pair(item), DataPosition(epoch, number))
         if not number:
             raise BatchError(
-                f"the loader gave nothing in epoch {epoch}, but more steps are wanted: give one "
-                "that can be iterated again, such as a DataLoader or a list, or fewer steps"
+                f"the loader yielded no batch in epoch {epoch}, but more steps are needed: use a "
+                "loader that can be iterated again, such as a DataLoader or a list, or fewer steps"
             )
 
 

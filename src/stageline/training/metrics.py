@@ -1,4 +1,4 @@
-"""What is known of the last steps, and the files that it goes to: JSON lines and TensorBoard."""
+"""Reports on the last steps, and the files that they are written to: JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from stageline.checkpoint.group import checkpoint_group, sum_over_replicas
 from stageline.errors import ModelError
+from stageline.pipeline import Pipeline
 from stageline.report.summary import percent
+from stageline.report.timeline import Timeline
 from stageline.runtime import trees
+from stageline.runtime.batches.microbatches import num_samples
+from stageline.runtime.batches.result import StepResult
+from stageline.training.data import Batch
 from stageline.units import format_bytes
 
 FILE, BOARD = "metrics.jsonl", "tensorboard"
@@ -23,20 +30,22 @@ FILE, BOARD = "metrics.jsonl", "tensorboard"
 
 @dataclass(frozen=True)
 class Report:
-    """Of the steps since the one before; a step of its own was measured for bubble and busy.
+    """Measurements of the steps since the previous report.
 
-    In a stream no step is on its own, and they are not known.
+    `bubble` and `busy` are those of the last of these steps. In a stream steps overlap, and both
+    are unknown.
     """
 
     step: int
     loss: float  # the mean over these steps
-    samples_per_second: float  # of all replicas
-    tokens_per_second: float | None  # if the inputs are numbers of tokens
-    bubble: float | None  # idle share of all ranks
-    busy: tuple[float, ...]  # share of the step, by rank
-    peak_memory: tuple[int, ...]  # bytes, by process: of its device, or of itself
+    samples_per_second: float  # of all replicas together
+    tokens_per_second: float | None  # None if the inputs are not token ids
+    bubble: float | None  # idle fraction of all ranks
+    busy: tuple[float, ...]  # fraction of the step, by rank
+    peak_memory: tuple[int, ...]  # bytes of the device or of the process, by process
 
-    def words(self) -> str:
+    @property
+    def summary(self) -> str:
         speed = (
             f"{self.samples_per_second:,.1f} samples/s"
             if self.tokens_per_second is None
@@ -47,15 +56,50 @@ class Report:
         return f"loss {self.loss:.4f}   {speed}   {bubble}{memory}"
 
 
-Write = Callable[[Report], None]
+WriteReport = Callable[[Report], None]
+
+
+@dataclass
+class ReportInterval:
+    """Accumulates results and counts since the last report."""
+
+    since: float = field(default_factory=perf_counter)
+    results: list[StepResult] = field(default_factory=list)
+    num_samples: int = 0
+    num_tokens: int | None = 0
+
+    def add(self, batch: Batch, result: StepResult) -> None:
+        self.results.append(result)
+        self.num_samples += num_samples(batch.inputs, batch.target)
+        tokens = num_tokens(batch.inputs)
+        has_tokens = tokens is not None and self.num_tokens is not None
+        self.num_tokens = self.num_tokens + tokens if has_tokens else None  # type: ignore[operator]
+
+    def report(self, pipe: Pipeline, step: int, timeline: Timeline | None) -> Report:
+        """Return the report on this interval; all ranks call it."""
+        losses = [float(result.loss) for result in self.results]
+        seconds = perf_counter() - self.since
+        samples = sum_over_replicas(pipe, self.num_samples)
+        makespan = max(timeline.makespan, 1e-9) if timeline else 1.0
+        devices = {parameter.device for parameter in pipe.parameters()}
+        return Report(
+            step=step,
+            loss=sum(losses) / len(losses),
+            samples_per_second=samples / seconds,
+            tokens_per_second=self.num_tokens
+            and self.num_tokens / self.num_samples * samples / seconds,
+            bubble=timeline.step_bubble if timeline else None,
+            busy=tuple(busy / makespan for busy in timeline.busy) if timeline else (),
+            peak_memory=tuple(checkpoint_group(pipe).gather(peak_memory(devices))),
+        )
 
 
 @contextmanager
-def files(folder: Path, step: int, *, tensorboard: bool) -> Iterator[Write]:
-    """Write reports; what earlier runs wrote stays, up to the step from which this one goes on."""
+def report_files(folder: Path, step: int, *, tensorboard: bool) -> Iterator[WriteReport]:
+    """Yield a function that appends reports; lines of earlier runs are kept up to `step`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    _forget(path, step)
+    _drop_later_lines(path, step)
     board = _board(folder / BOARD, step) if tensorboard else None
     with path.open("a") as lines:
 
@@ -74,13 +118,13 @@ def files(folder: Path, step: int, *, tensorboard: bool) -> Iterator[Write]:
 
 
 def num_tokens(inputs: Any) -> int | None:
-    """The numbers in the first tensor of whole ones; None if there is no such tensor."""
+    """Return the size of the first tensor of integers; None if there is none."""
     kinds = (torch.int16, torch.int32, torch.int64)
     return next((t.numel() for t in trees.tensors(inputs) if t.dtype in kinds), None)
 
 
 def peak_memory(devices: set[torch.device]) -> int:
-    """Bytes, since the start, of this process's accelerators, or else of the process itself."""
+    """Return the peak bytes of this process's accelerators, or of the process if it has none."""
     if cuda := [device for device in devices if device.type == "cuda"]:
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -95,8 +139,8 @@ def _scalars(report: Report) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _forget(path: Path, step: int) -> None:
-    """Lines of steps that will be done again, and one that a crash left unfinished."""
+def _drop_later_lines(path: Path, step: int) -> None:
+    """Delete lines of steps that will be repeated, and one that a crash left unfinished."""
     if path.exists():
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -111,10 +155,9 @@ def _step_of(line: str) -> float:
 
 def _board(folder: Path, step: int) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  it may not be there
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  it is optional
     except ImportError:
         raise ModelError(
-            "tensorboard is not installed, but tensorboard=True: pip install tensorboard, or read "
-            f"{FILE} instead"
+            f"tensorboard=True, but it is not installed: install it, or read {FILE} instead"
         ) from None
     return SummaryWriter(str(folder), purge_step=step + 1)

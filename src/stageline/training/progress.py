@@ -1,4 +1,4 @@
-"""A bar in a terminal, and a line for each tenth of the steps anywhere."""
+"""A progress bar in a terminal, and a line for each tenth of the steps anywhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-Told = Callable[[int, str], None]  # how many steps are done, and what is to be said of them
+ShowProgress = Callable[[int, str], None]  # takes the number of steps done and a text
 
 
 @contextmanager
-def progress(console: Console, steps: int, done: int = 0) -> Iterator[Told]:
+def progress(console: Console, steps: int, done: int = 0) -> Iterator[ShowProgress]:
+    """Yield a function that shows the progress of a run of `steps` steps."""
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=20),
@@ -24,11 +25,11 @@ def progress(console: Console, steps: int, done: int = 0) -> Iterator[Told]:
         task = bar.add_task("", total=steps, completed=done)
         last = done
 
-        def told(step: int, words: str) -> None:
+        def show(step: int, text: str) -> None:
             nonlocal last
-            bar.update(task, completed=step, description=words)
+            bar.update(task, completed=step, description=text)
             if step * 10 // steps > last * 10 // steps:
-                console.print(f"step {step:>{len(str(steps))}}   {words}")
+                console.print(f"step {step:>{len(str(steps))}}   {text}")
             last = step
 
-        yield told
+        yield show

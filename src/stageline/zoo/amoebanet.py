@@ -1,10 +1,10 @@
-"""AmoebaNet-D, the image classifier of GPipe: every cell reads the outputs of the two before it.
+"""AmoebaNet-D, GPipe's image classifier: every cell reads the outputs of the two cells before it.
 
     x ─► stem ─► reduction.0 ─► reduction.1 ─► normal.0 ─► normal.1 ─► … ─► head ─► x
           └───────────┼───────────────┘            │           │
                       └────────────────────────────┘           …
 
-Real et al., arXiv 1802.01548, has the cells; GPipe, arXiv 1811.06965, table 1, has the sizes.
+The cells are from Real et al., arXiv 1802.01548; the sizes from GPipe, arXiv 1811.06965, table 1.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ class Use(NamedTuple):
 
 
 class Genotype(NamedTuple):
-    """State 0 comes from the cell before, 1 from the one before that; a pair's sum is the next."""
+    """The structure of a cell.
+
+    State 0 is the output of the previous cell, and state 1 that of the cell before it. Each pair of
+    operations adds up to the next state.
+    """
 
     pairs: tuple[tuple[Use, Use], ...]
-    joined: tuple[int, ...]  # the states that make the output, side by side
-    stride: int  # where states 0 and 1 are read
+    joined: tuple[int, ...]  # the states that are concatenated to the output
+    stride: int  # of operations on states 0 and 1
 
 
 NORMAL = Genotype(
@@ -43,8 +47,9 @@ NORMAL = Genotype(
         (Use("max 3x3", 2), Use("none", 2)),
         (Use("avg 3x3", 1), Use("1x1", 5)),
     ),
-    # The paper joins the states that nothing reads: 3, 4 and 6. TensorFlow's reference code joins 0
-    # as well, and so must GPipe: without it there are 12 to 14 % fewer parameters than in table 1.
+    # The paper concatenates the states that nothing reads: 3, 4 and 6. TensorFlow's reference code
+    # adds state 0, and so must GPipe: without it there are 12 to 14 % fewer parameters than in
+    # table 1.
     joined=(0, 3, 4, 6),
     stride=1,
 )
@@ -62,7 +67,7 @@ REDUCTION = Genotype(
 
 
 class FeatureMap(NamedTuple):
-    """A value that cells read."""
+    """An output of a cell or the stem, which later cells read."""
 
     name: str
     channels: int
@@ -72,7 +77,9 @@ class FeatureMap(NamedTuple):
 def amoebanet_d(
     num_classes: int = 1000, num_layers: int = 18, num_filters: int = 256
 ) -> LayerSequence:
-    """With `num_layers` normal cells; `num_filters`, a multiple of 16, is the width of the first.
+    """Return a model with `num_layers` normal cells.
+
+    `num_filters`, a multiple of 16, is the width of the first of them.
 
     >>> layers = amoebanet_d(num_classes=10, num_layers=3, num_filters=16)
     >>> [layer.name for layer in layers][:6]
@@ -96,7 +103,7 @@ def amoebanet_d(
 
 
 def _cells(num_layers: int, num_filters: int) -> Iterator[tuple[str, Genotype, int]]:
-    """Names, genotypes and widths: two reductions, then normal cells with two more between."""
+    """Yield name, genotype and width: two reductions, then normal cells with two more between."""
     yield "reduction.0", REDUCTION, num_filters // 4
     yield "reduction.1", REDUCTION, num_filters // 2
     for third in range(3):
@@ -108,13 +115,13 @@ def _cells(num_layers: int, num_filters: int) -> Iterator[tuple[str, Genotype, i
 
 
 class Cell(nn.Module):
-    """Both inputs brought to one size, and what the genotype makes of them."""
+    """A cell: projects both inputs to one size and applies the operations of its genotype."""
 
     def __init__(
         self, genotype: Genotype, earlier: FeatureMap, latest: FeatureMap, width: int
     ) -> None:
         super().__init__()
-        self.earlier = _fitted(earlier, latest.num_halvings, width)
+        self.earlier = _projection(earlier, latest.num_halvings, width)
         self.latest = _convolution(latest.channels, width)
         self.pairs = nn.ModuleList(Pair(*pair, width, genotype.stride) for pair in genotype.pairs)
         self.joined = genotype.joined
@@ -127,7 +134,7 @@ class Cell(nn.Module):
 
 
 class Pair(nn.Module):
-    """The sum of two operations."""
+    """The sum of two operations on states of a cell."""
 
     def __init__(self, left: Use, right: Use, width: int, stride: int) -> None:
         super().__init__()
@@ -143,7 +150,7 @@ class Pair(nn.Module):
 
 
 class Halve(nn.Module):
-    """Half of the channels see every other pixel, half of them the next one down to the right."""
+    """A factorized reduction: half of the channels see even pixels, half see odd ones."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -153,19 +160,19 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.relu()
-        moved = nn.functional.pad(x, (-1, 1, -1, 1))
-        halved: Tensor = self.norm(torch.cat([self.here(x), self.next(moved)], dim=1))
+        shifted = nn.functional.pad(x, (-1, 1, -1, 1))
+        halved: Tensor = self.norm(torch.cat([self.here(x), self.next(shifted)], dim=1))
         return halved
 
 
-def _fitted(source: FeatureMap, num_halvings: int, width: int) -> nn.Module:
+def _projection(source: FeatureMap, num_halvings: int, width: int) -> nn.Module:
     if source.num_halvings < num_halvings:
         return Halve(source.channels, width)
     return nn.Identity() if source.channels == width else _convolution(source.channels, width)
 
 
 def _operation(name: Operation, width: int, stride: int) -> nn.Module:
-    """By its name; none and 1x1 have no stride, as they never read an input that is halved."""
+    """Return the module for an operation; none and 1x1 never read an input that is halved."""
     match name:
         case "none":
             return nn.Identity()
@@ -176,7 +183,7 @@ def _operation(name: Operation, width: int, stride: int) -> nn.Module:
         case "1x7 7x1":
             return _bottleneck(width, [(1, 7), (7, 1)], stride)
         case "max 2x2":
-            return nn.MaxPool2d(2, stride, ceil_mode=True)  # an odd size as the others halve it
+            return nn.MaxPool2d(2, stride, ceil_mode=True)  # rounds odd sizes as the others do
         case "max 3x3":
             return nn.MaxPool2d(3, stride, padding=1)
         case "avg 3x3":
@@ -184,7 +191,7 @@ def _operation(name: Operation, width: int, stride: int) -> nn.Module:
 
 
 def _bottleneck(width: int, kernels: list[tuple[int, int]], stride: int) -> nn.Sequential:
-    """On a quarter of the channels."""
+    """Return convolutions on a quarter of the channels, between two 1x1 convolutions."""
     inner = width // 4
     middle = [_convolution(inner, inner, kernel, stride) for kernel in kernels]
     return nn.Sequential(_convolution(width, inner), *middle, _convolution(inner, width))
@@ -193,7 +200,7 @@ def _bottleneck(width: int, kernels: list[tuple[int, int]], stride: int) -> nn.S
 def _convolution(
     before: int, after: int, kernel: tuple[int, int] = (1, 1), stride: int = 1
 ) -> nn.Sequential:
-    """A stride is taken along the sides of the kernel that are longer than a pixel."""
+    """Return ReLU, convolution and BatchNorm; kernel sides of one pixel have no stride."""
     down, across = (stride if side > 1 else 1 for side in kernel)
     padding = kernel[0] // 2, kernel[1] // 2
     conv = nn.Conv2d(before, after, kernel, (down, across), padding, bias=False)

@@ -1,4 +1,4 @@
-"""Values of every sort between layers: inputs by name, a value for several readers, None, a number.
+"""A model with all kinds of values between layers: named inputs, shared values, None and numbers.
 
 source ─► encode ─► memory ────┬──────────────────┬──────────────────┐
   mask ─────┘ └───► bias ──────┤                  │                  │
@@ -16,7 +16,9 @@ from stageline.model.layers import Layer, LayerSequence
 
 
 def branches(width: int, classes: int, num_readers: int = 3) -> LayerSequence:
-    """For inputs `{"source": [n, t, w], "mask": None or [n, t], "query": [n, w], "scale": 1.0}`.
+    """Return a model for named inputs: a source with an optional mask, a query and a scale.
+
+    Inputs are `{"source": [n, t, w], "mask": None or [n, t], "query": [n, w], "scale": 1.0}`.
 
     >>> layers = branches(width=4, classes=2)
     >>> [layer.name for layer in layers if "memory" in layer.reads]
@@ -34,36 +36,36 @@ def branches(width: int, classes: int, num_readers: int = 3) -> LayerSequence:
 
 
 class Encode(nn.Module):
-    """Writes a tensor, a bias that is None where nothing is masked, and how long the source is."""
+    """Write a tensor, a bias (None if there is no mask), and the length of the source."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def forward(self, source: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-        bias = None if mask is None else torch.log(mask)  # a weight of 0 hides, 1 changes nothing
+        bias = None if mask is None else torch.log(mask)  # 0 hides a position, 1 keeps it
         return torch.tanh(self.linear(source)), bias, source.shape[1]
 
 
 class Attend(nn.Module):
-    """Looks up in the memory what it asks for."""
+    """Attention of a single query to the memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.ask, self.read = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
 
     def forward(
         self, x: Tensor, memory: Tensor, bias: Tensor | None, length: int, scale: float
     ) -> Tensor:
-        keys, values = self.read(memory).chunk(2, dim=-1)
-        scores = (keys @ self.ask(x).unsqueeze(-1)).squeeze(-1) * (scale / length**0.5)
-        chances = torch.softmax(scores if bias is None else scores + bias, dim=-1)
-        found: Tensor = (chances.unsqueeze(1) @ values).squeeze(1)
+        keys, values = self.key_value(memory).chunk(2, dim=-1)
+        scores = (keys @ self.query(x).unsqueeze(-1)).squeeze(-1) * (scale / length**0.5)
+        weights = torch.softmax(scores if bias is None else scores + bias, dim=-1)
+        found: Tensor = (weights.unsqueeze(1) @ values).squeeze(1)
         return x + found
 
 
 class Feed(nn.Module):
-    """A step of its own, with a little dropout."""
+    """A residual feed-forward layer with dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

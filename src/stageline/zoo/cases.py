@@ -1,12 +1,13 @@
-"""Four small models with data for five steps, trained by a plain loop or by a pipeline.
+"""Four small models with data for five steps, trained in a plain loop or in a pipeline.
 
-Together they have what is hard to keep to the bit: dropout, tied weights, skips, BatchNorm, values
-of many readers and of no tensor, batches that do not divide and one that is too short.
+Together they have what makes bit-identical results hard: dropout, tied weights, skip connections,
+BatchNorm, values with several readers, values that are no tensors, uneven batches and a short one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,23 +16,26 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import LossFunction, Pipeline
+from stageline.options import Options
+from stageline.pipeline import Pipeline
+from stageline.runtime.settings import LossFunction
+from stageline.schedules.build import build_schedule
 from stageline.zoo.branches import branches
 from stageline.zoo.gpt import gpt
-from stageline.zoo.gpt import loss as loss_of_tokens
+from stageline.zoo.gpt import loss as token_loss
 from stageline.zoo.plain import Batch, train_plainly
 from stageline.zoo.resnet import resnet
 from stageline.zoo.unet import unet
 
-NUM_MICROBATCHES = 8  # what the most demanding schedule needs on four ranks
-LENGTHS = (13, 9, 5, 16, 11)  # in samples, of each step's batch: with 5, micro-batches are left out
+NUM_MICROBATCHES = 8  # dualpipe_v needs as many on four ranks
+LENGTHS = (13, 9, 5, 16, 11)  # samples per step; with 5, some micro-batches are empty
 SEED = 11
-BACKENDS = ("serial", "threads")  # those that need no launcher
+BACKENDS = ("serial", "threads")  # they need no launcher
 RANKS = (1, 2, 3, 4)
 
 
 class Combination(NamedTuple):
-    """One of all ways to train one of the models."""
+    """A model and the pipeline options it is trained with."""
 
     model: str
     schedule: str
@@ -53,14 +57,14 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What training left behind."""
+    """The tensors and losses after training."""
 
     tensors: dict[str, Tensor]  # parameters, buffers and the optimizer's state
     losses: list[float]
 
 
 def make_case(name: str) -> Case:
-    """The same at every call, and a model of its own each time."""
+    """Return a new copy of a case; its weights and data are the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layers, loss_fn, batch = CASES[name]()
@@ -68,7 +72,7 @@ def make_case(name: str) -> Case:
 
 
 def plainly(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Trained:
-    """By the plain loop."""
+    """Train in a plain loop."""
     optimizer = _optimizer(case)
     options |= {"num_microbatches": num_microbatches, "seed": SEED}
     losses = train_plainly(case.layers, case.loss_fn, optimizer, case.batches, **options)
@@ -76,10 +80,10 @@ def plainly(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: Any
 
 
 def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Trained:
-    """By a pipeline."""
+    """Train in a pipeline."""
     optimizer = _optimizer(case)
     options |= {"num_microbatches": num_microbatches, "seed": SEED}
-    pipe = Pipeline(case.layers, case.loss_fn, **options)
+    pipe = Pipeline(case.layers, case.loss_fn, **grouped(options))
     losses = []
     for inputs, target in case.batches:
         losses.append(float(pipe.step(inputs, target).loss))
@@ -89,8 +93,27 @@ def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: A
     return Trained(_tensors(case, optimizer), losses)
 
 
+def grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `Pipeline`, with those of `Options` and of a schedule where they belong.
+
+    >>> grouped({"num_ranks": 2, "seed": 1})["options"].seed
+    1
+    """
+    found = dict(arguments)
+    options = {
+        field.name: found.pop(field.name) for field in fields(Options) if field.name in found
+    }
+    if options:
+        found["options"] = replace(found.get("options", Options()), **options)
+    of_schedule = {name: found.pop(name) for name in ("vertical_sync", "replicas") if name in found}
+    if of_schedule:
+        sizes = {name: found[name] for name in ("num_ranks", "num_microbatches")}
+        found["schedule"] = build_schedule(found["schedule"], **sizes, **of_schedule)
+    return found
+
+
 def differences(found: Trained, wanted: Trained) -> list[str]:
-    """The names of tensors that are not the same to the bit."""
+    """Return the names of tensors that are not bit-identical."""
     names = sorted(found.tensors.keys() | wanted.tensors.keys())
     pairs = ((name, found.tensors.get(name), wanted.tensors.get(name)) for name in names)
     return [name for name, a, b in pairs if a is None or b is None or not torch.equal(a, b)]
@@ -101,7 +124,7 @@ def _optimizer(case: Case) -> torch.optim.AdamW:
 
 
 def _tensors(case: Case, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments too: they show a gradient's last bits, which the first step hides."""
+    """Include AdamW's moments: they show a gradient's last bits, which the first step hides."""
     tensors: dict[str, Tensor] = {}
     for layer in case.layers:
         named = (*layer.module.named_parameters(), *layer.module.named_buffers())
@@ -119,7 +142,7 @@ def _gpt() -> Parts:
         return torch.randint(24, (length, 6)), torch.randint(24, (length, 6))
 
     layers = gpt(vocabulary=24, width=8, heads=2, blocks=6, context=6, dropout=0.1)
-    return layers, loss_of_tokens, batch
+    return layers, token_loss, batch
 
 
 def _unet() -> Parts:
@@ -134,7 +157,7 @@ def _resnet() -> Parts:
         return torch.randn(length, 3, 8, 8), torch.randint(3, (length,))
 
     layers = resnet(channels=3, classes=3, width=4, blocks=[2, 1, 1])
-    layers.layers[1].module.momentum = None  # type: ignore[assignment]  # a plain average
+    layers.layers[1].module.momentum = None  # type: ignore[assignment]  # a cumulative average
     return layers, cross_entropy, batch
 
 

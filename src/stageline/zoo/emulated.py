@@ -1,7 +1,7 @@
 """An emulated accelerator: a layer that occupies its rank for given times and computes nothing.
 
-The times pass in sleep, with the interpreter's lock released, so that eight ranks on two cores
-overlap as eight devices would. What a pipeline takes beyond its simulated time is then its own.
+The layer sleeps, which releases the interpreter lock, so that eight ranks on two cores overlap as
+eight devices would. The time beyond the simulated one is then the overhead of the pipeline.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 
 class Occupy(nn.Module):
-    """Passes its input on, `forward` seconds after it was called; its backward takes times as well.
+    """A layer that returns its input after `forward` seconds; its backward takes time as well.
 
-    The gradient of its one weight, 1.0, takes `weight_grad` seconds whenever it is computed: in B
-    together with the gradient of the input, in a backward in halves during W. The times are from
-    the call to the return, so the few operators in between are part of them.
+    The gradient of its one weight, 1.0, takes `weight_grad` seconds when it is computed: together
+    with the input gradient in B, or during W in a split backward. The times are from the call to
+    the return, and include the few operators in between.
 
     >>> Occupy(forward=0.001, input_grad=0.001, weight_grad=0.001)(torch.ones(2, 1)).shape
     torch.Size([2, 1])
@@ -28,15 +28,15 @@ class Occupy(nn.Module):
     def __init__(self, forward: float, input_grad: float, weight_grad: float) -> None:
         super().__init__()
         self.seconds = forward, input_grad, weight_grad
-        lateness()  # found out now, and not in the middle of what is measured
-        self.until: float | None = None  # when the part of a backward ends that is under way
+        lateness()  # measured now, not in the middle of a benchmark
+        self.until: float | None = None  # when the current part of a backward ends
         self.weight = nn.Parameter(torch.ones(1, 1))
         self.weight.register_hook(self._weight_done)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         end = perf_counter() + self.seconds[0]
         if torch.is_grad_enabled():
-            # a tensor of this graph, also if the input comes again or needs no gradient
+            # a new tensor in this graph, even if the input is reused or needs no gradient
             x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             x.register_hook(self._input_done)  # type: ignore[no-untyped-call]
         y = x @ self.weight
@@ -55,13 +55,13 @@ class Occupy(nn.Module):
             self.until = begun + self.seconds[2]
 
     def _input_done(self, _: Tensor) -> None:
-        assert self.until is not None  # the gradient of the output came before
+        assert self.until is not None  # set when the output gradient arrived
         sleep_until(self.until + self.seconds[1])
         self.until = None
 
 
 def sleep_until(end: float) -> None:
-    """Until this `perf_counter`, in the median, on a machine with nothing else to do."""
+    """Sleep until this `perf_counter`: accurate in the median on an idle machine."""
     seconds = end - perf_counter()
     if seconds > 0:
         sleep(max(0.0, seconds - lateness()))
@@ -69,7 +69,7 @@ def sleep_until(end: float) -> None:
 
 @cache
 def lateness() -> float:
-    """How much later than asked a sleep ends here: 0.1 ms on Linux, half of it timer slack."""
+    """Return how late a sleep ends on this machine: 0.1 ms on Linux, half of it timer slack."""
     late = []
     for _ in range(25):
         start = perf_counter()

@@ -1,8 +1,8 @@
-"""A plain loop on one device: the yardstick that every pipeline is held to, to the bit.
+"""A plain training loop on one device: the reference that pipelines must match bit for bit.
 
-It knows no stages, no schedules and no messages, and shares nothing with the runtime but the rule
-for seeds. What the design says of micro-batches, randomness, BatchNorm and tied weights is written
-out here a second time, in the fewest lines, so that a mistake in one place shows against the other.
+It has no stages, schedules or messages, and shares only the rule for seeds with the runtime. The
+rules for micro-batches, randomness, BatchNorm and tied weights are implemented here a second time,
+as briefly as possible, so that a mistake in one of the two implementations is found.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.model.layers import LayerSequence
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import BatchNormBase
 
-Batch = tuple[Any, Tensor]  # inputs, a dict if they have names, and the target
-# How many values, their mean and the sum of squared differences from it, by channel.
+Batch = tuple[Any, Tensor]  # inputs (a dict if they are named) and target
+# The number of values, their mean and the sum of squared deviations, per channel.
 Moments = tuple[int, Tensor, Tensor]
 
 
@@ -33,9 +33,9 @@ def train_plainly(
     seed: int = 0,
     batch_norm: str = "minibatch",
 ) -> list[float]:
-    """A step of the optimizer for each batch; gives back the losses."""
+    """Run an optimizer step for each batch, and return the losses."""
     doubles = untie(layers)
-    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):
@@ -56,7 +56,7 @@ def train_plainly(
 
 
 def forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatch: int) -> Any:
-    """All layers one after another, each given the values that it names and its own seed."""
+    """Run all layers in order, each with the values it reads and its own seed."""
     values = dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
     written: Any = ()
     for layer in layers:
@@ -68,13 +68,14 @@ def forward(layers: LayerSequence, inputs: Any, seed: int, step: int, microbatch
 
 
 def even_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Sizes that differ by one at most, larger ones first, none of them zero."""
+    """Return sizes that differ by at most one, larger ones first, without zeros."""
     each, more = divmod(num_samples, num_microbatches)
     sizes = [each + 1] * more + [each] * (num_microbatches - more)
     return [size for size in sizes if size]
 
 
 def cut(batch: Any, sizes: list[int]) -> list[Any]:
+    """Split a batch into micro-batches; values that are no tensors go to each of them."""
     if isinstance(batch, dict):
         columns = {name: cut(item, sizes) for name, item in batch.items()}
         return [{name: column[i] for name, column in columns.items()} for i in range(len(sizes))]
@@ -82,7 +83,10 @@ def cut(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """In layers after its first, a weight has a double in the same memory that gathers alone."""
+    """Give tied weights a parameter per layer, which shares memory but has its own gradient.
+
+    Return pairs of the first layer's parameter and one of a later layer.
+    """
     first: dict[nn.Parameter, int] = {}
     doubles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
     for number, layer in enumerate(layers):
@@ -95,7 +99,7 @@ def untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def add_up(doubles: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """What the doubles gathered goes to their weights, in the order of layers."""
+    """Add the gradients of tied parameters to those of the first layer, in layer order."""
     for weight, double in doubles:
         assert weight.grad is not None
         assert double.grad is not None
@@ -103,42 +107,42 @@ def add_up(doubles: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 @contextmanager
-def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Running statistics take in the mini-batch once, whatever torch did to them meanwhile."""
+def statistics(norms: list[BatchNormBase]) -> Iterator[None]:
+    """Update running statistics once per mini-batch, in place of torch's own updates."""
     seen: dict[nn.Module, list[Moments]] = {norm: [] for norm in norms}
     before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
 
-    def note(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def record(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         by_channel = args[0].detach().transpose(0, 1).flatten(1)
         variance, mean = torch.var_mean(by_channel, 1, correction=0)
         count = by_channel.shape[1]
         seen[norm].append((count, mean.double(), variance.double() * count))
 
-    hooks = [norm.register_forward_pre_hook(note) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(record) for norm in norms]
     yield
     for hook in hooks:
         hook.remove()
     for norm in norms:
-        _take_in(norm, before[norm], seen[norm])
+        _update(norm, before[norm], seen[norm])
 
 
-def _take_in(norm: _BatchNorm, before: list[Tensor], seen: list[Moments]) -> None:
-    """The micro-batches one by one in ascending order, in doubles, and rounded at the very end.
+def _update(norm: BatchNormBase, before: list[Tensor], seen: list[Moments]) -> None:
+    """Combine the micro-batches in ascending order in double precision, and round at the end.
 
-    The order matters as it does for gradients: (9 a + b) / 10 of two floats is often just halfway
-    between two others, and then the last bit of a double decides.
+    The order matters as it does for gradients: (9 a + b) / 10 of two floats is often exactly
+    halfway between two others, and then the last bit of a double decides.
     """
     count, mean, squares = seen[0]
-    for more, other, its_squares in seen[1:]:
-        apart, total = other - mean, count + more
-        mean = mean + apart * (more / total)
-        squares = squares + its_squares + apart**2 * (count * more / total)
+    for more, other_mean, other_squares in seen[1:]:
+        delta, total = other_mean - mean, count + more
+        mean = mean + delta * (more / total)
+        squares = squares + other_squares + delta**2 * (count * more / total)
         count = total
     running_mean, running_variance, num_batches = before
-    new = 1.0 / (float(num_batches) + 1) if norm.momentum is None else norm.momentum
+    momentum = 1.0 / (float(num_batches) + 1) if norm.momentum is None else norm.momentum
     after = (
-        (1 - new) * running_mean.double() + new * mean,
-        (1 - new) * running_variance.double() + new * (squares / (count - 1)),
+        (1 - momentum) * running_mean.double() + momentum * mean,
+        (1 - momentum) * running_variance.double() + momentum * (squares / (count - 1)),
         num_batches + 1,
     )
     for buffer, value in zip(norm.buffers(), after, strict=True):

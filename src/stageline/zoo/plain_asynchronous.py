@@ -1,7 +1,7 @@
-"""The asynchronous rules on one device: the yardstick of pipelines that never flush, to the bit.
+"""Asynchronous training on one device: the reference for pipelines that never flush.
 
-A pipeline without flush computes gradients on weights that are some steps old. How old, the papers
-say; here every version of every stage is kept, and each micro-batch runs on those that it is told:
+A pipeline without flushes computes gradients with weights that are some steps old. The papers say
+how old. Here every version of every stage is kept, and each micro-batch runs on these versions:
 
     micro-batch             0 1 2 3 4 5
     pipedream, stage 0      0 0 0 1 2 3
@@ -10,8 +10,8 @@ say; here every version of every stage is kept, and each micro-batch runs on tho
     vertical_sync           0 0 0 1 2 3      on every stage
     pipedream_2bw           0 0 1 2 3 4      on every stage   (3 stages, m = 1)
 
-Version v is what v steps of its stage left. As in the plain loop there are no schedules and no
-messages, and nothing but the rule for seeds is shared with the runtime.
+Version v is the result of v steps of the stage. As in the plain loop there are no schedules and
+messages, and only the rule for seeds is shared with the runtime.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.model.layers import LayerSequence
+from stageline.torch_private import BatchNormBase
 from stageline.zoo.plain import Batch, add_up, cut, even_sizes, forward, statistics, untie
 
 
@@ -44,19 +44,20 @@ def train_asynchronously(
     seed: int = 0,
     make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> list[float]:
-    """A step of every stage's optimizer for each batch; gives back the losses."""
+    """Run a step of every stage's optimizer for each batch, and return the losses."""
     replicas = replicas or [1] * len(balance)
-    stages = [Stage(part, make_optimizer, make_scheduler) for part in _split(layers, balance)]
-    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    parts = _split(layers, balance)
+    stages = [VersionedStage(part, make_optimizer, make_scheduler) for part in parts]
+    norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):
             sizes = even_sizes(len(target), num_microbatches)
-            parts = zip(cut(inputs, sizes), cut(target, sizes), strict=True)
             loss = 0.0
             with statistics(norms):
-                for microbatch, (part, wanted) in enumerate(parts):
-                    # A short batch leaves numbers out: ages do not depend on lengths.
+                pairs = zip(cut(inputs, sizes), cut(target, sizes), strict=True)
+                for microbatch, (part, wanted) in enumerate(pairs):
+                    # A short batch skips numbers, so that versions do not depend on its length.
                     number = step * num_microbatches + microbatch
                     for i, stage in enumerate(stages):
                         stage.load(version_of(number, i, rule, num_microbatches, replicas))
@@ -76,7 +77,7 @@ def train_asynchronously(
 def version_of(
     microbatch: int, stage: int, rule: str, num_microbatches: int, replicas: Sequence[int]
 ) -> int:
-    """The version that a micro-batch, counted over all mini-batches, uses on a stage.
+    """Return the version that a micro-batch, counted over all mini-batches, uses on a stage.
 
     >>> [version_of(k, 0, "pipedream", 2, [1, 1, 1]) for k in range(8)]
     [0, 0, 0, 0, 1, 1, 2, 2]
@@ -94,10 +95,10 @@ def version_of(
 
 
 def _latest_at_forward(microbatch: int, num_microbatches: int, replicas: Sequence[int]) -> int:
-    """What the first of these stages has made of its weights when it runs a forward.
+    """Return the latest version of the first of these stages when it runs a forward.
 
-    Its replicas take turns, and each runs `warmup` forwards ahead of its backwards. A replica makes
-    the step of a mini-batch when it has no more backwards of it to run.
+    Its replicas take turns, and each runs `warmup` forwards ahead of its backwards. A replica runs
+    the optimizer step of a mini-batch after its last backward of it.
     """
     turn = replicas[0]
     warmup = (sum(replicas) - 1) // turn
@@ -119,8 +120,11 @@ def _split(layers: LayerSequence, balance: Sequence[int]) -> list[LayerSequence]
     return stages
 
 
-class Stage:
-    """State: all versions of its weights, and what each replica gathered in this mini-batch."""
+class VersionedStage:
+    """A stage that keeps all versions of its weights.
+
+    State: the versions, and the gradients of each replica in the current mini-batch.
+    """
 
     def __init__(
         self,
@@ -130,27 +134,29 @@ class Stage:
     ) -> None:
         self.weights = list(layers.modules.parameters())
         self.doubles = untie(layers)
-        self.gathering = [*self.weights, *(double for _, double in self.doubles)]
+        self.accumulating = [*self.weights, *(double for _, double in self.doubles)]
         self.optimizer = make_optimizer(self.weights)
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.versions = [self._copy()]
         self.sums: dict[int, list[Tensor | None]] = {}  # by replica
 
     def load(self, version: int) -> None:
+        """Set the weights to one of the versions."""
         assert 0 <= version < len(self.versions)
         with torch.no_grad():
             for weight, kept in zip(self.weights, self.versions[version], strict=True):
                 weight.copy_(kept)
 
     def lend_gradients(self, replica: int) -> None:
-        """Autograd adds to what this replica has, in place."""
-        self._set_gradients(self.sums.get(replica, [None] * len(self.gathering)))
+        """Set the gradients of a replica, so that autograd adds to them in place."""
+        self._set_gradients(self.sums.get(replica, [None] * len(self.accumulating)))
 
     def take_gradients(self, replica: int) -> None:
-        self.sums[replica] = [weight.grad for weight in self.gathering]
+        """Keep the gradients of a replica."""
+        self.sums[replica] = [weight.grad for weight in self.accumulating]
 
     def step(self) -> None:
-        """The latest version makes the next, whatever versions the gradients are of."""
+        """Update the latest version, whatever versions the gradients were computed with."""
         self.load(len(self.versions) - 1)
         in_order = [self.sums[replica] for replica in sorted(self.sums)]
         self._set_gradients([_total(of_weight) for of_weight in zip(*in_order, strict=True)])
@@ -166,11 +172,11 @@ class Stage:
         return [weight.detach().clone() for weight in self.weights]
 
     def _set_gradients(self, gradients: list[Tensor | None]) -> None:
-        for weight, gradient in zip(self.gathering, gradients, strict=True):
+        for weight, gradient in zip(self.accumulating, gradients, strict=True):
             weight.grad = gradient
 
 
 def _total(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """None if the weight is frozen."""
+    """Return the sum of gradients, or None if the weight is frozen."""
     present = [gradient for gradient in gradients if gradient is not None]
     return reduce(torch.add, present) if present else None

@@ -1,4 +1,4 @@
-"""A small ResNet: BatchNorm after every convolution, ReLUs that work in place."""
+"""A small ResNet with BatchNorm after every convolution and in-place ReLUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stageline.model.layers import LayerSequence
 
 
 def resnet(channels: int, classes: int, width: int, blocks: Sequence[int]) -> LayerSequence:
-    """`blocks` says how many blocks have each size; from one size to the next the width doubles.
+    """Return a ResNet with `blocks[i]` blocks at the i-th size; the width doubles with each size.
 
-    The stem and the head are layers in parts, so a cut may come between a convolution and its
-    BatchNorm.
+    The stem and the head consist of several layers, so a stage may end between a convolution and
+    its BatchNorm.
 
     >>> [layer.name for layer in resnet(channels=3, classes=2, width=4, blocks=[1, 1])]
     ['stem.0', 'stem.1', 'stem.2', 'blocks.0', 'blocks.1', 'head.0', 'head.1', 'head.2']
@@ -31,7 +31,7 @@ def resnet(channels: int, classes: int, width: int, blocks: Sequence[int]) -> La
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a way straight through; a wider block halves the size."""
+    """Two convolutions with a shortcut; a block that widens the channels halves the image."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()

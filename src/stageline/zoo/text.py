@@ -1,7 +1,7 @@
-"""Text that every machine has: the modules of Python's own standard library, as tokens.
+"""A data set that every machine has: the source of Python's standard library, as tokens.
 
-A token is a printable ASCII character, the end of a line, or four spaces: so indentation is soon
-learned.
+A token is a printable ASCII character, a line end, or four spaces, so that models learn indentation
+quickly.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from torch import Tensor
 from stageline.errors import BatchError
 
 INDENT = " " * 4
-CHARACTERS = "\t\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # a tab is an indent
+CHARACTERS = "\t\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # a tab stands for INDENT
 VOCABULARY = len(CHARACTERS)
 NUMBERS = bytes.maketrans(CHARACTERS.encode(), bytes(range(VOCABULARY)))
 
 
 def standard_library() -> str:
-    """The source of all public top-level modules, in the order of their names: about 4 MB."""
+    """Return the source of all public top-level modules, sorted by name: about 4 MB."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = [path.read_text("utf-8", "ignore") for path in sorted(folder.glob("[a-z]*.py"))]
     if not modules:
-        raise BatchError(f"{folder} holds no source, but it is the text: use a Python with source")
+        raise BatchError(
+            f"{folder} holds no source files, which are the data set: use a Python with its source"
+        )
     return "".join(modules)
 
 
 def tokens(text: str) -> Tensor:
-    """In a byte each; characters that are no tokens are left out.
+    """Return the tokens of a text, one byte each; other characters are omitted.
 
     >>> tokens("    if x:\\n").tolist()
     [0, 75, 72, 2, 90, 28, 1]
@@ -41,15 +43,18 @@ def tokens(text: str) -> Tensor:
 
 
 def characters(token: int) -> str:
-    """What a token stands for."""
+    """Return the text of a token."""
     return CHARACTERS[token].replace("\t", INDENT)
 
 
 def batch(
     text: Tensor, step: int, *, size: int, context: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Passages for a step and, as target, the token after each; always the same for the step."""
-    # a CPU's generator heeds the lower 32 bits of its seed alone
+    """Return the inputs and targets of a step; a target is the token after each input token.
+
+    The same step always has the same batch.
+    """
+    # the CPU generator uses only the lower 32 bits of its seed
     generator = torch.Generator().manual_seed(1_000_000 * seed + step)
     starts = torch.randint(len(text) - context, (size, 1), generator=generator)
     passages = text[starts + torch.arange(context + 1)].long()

@@ -1,19 +1,19 @@
-"""The Transformer of GPipe's largest models: as many layers as memory has room for.
+"""The Transformer language model of GPipe's largest experiments, with any number of layers.
 
     tokens ─► embedding ─► layers.0 ─► layers.1 ─► … ─► head ─► logits
 
-GPipe, arXiv 1811.06965, table 1, gives only sizes and counts of parameters. With w the width and v
-the vocabulary, these follow if a layer has
+GPipe, arXiv 1811.06965, table 1, gives only sizes and parameter counts. With w the width and v the
+vocabulary size, the counts follow if a layer has
 
     4w² + 4w          attention: queries, keys, values and output, with biases
     8w² + 5w          feed-forward: 4w wide inside, with biases
     4w                two LayerNorms
                       12w² + 13w = 50,358,272 for w = 2048
 
-and the rest 2vw + v + 2w = 131,108,096 for v = 32,000: an embedding, and a LayerNorm and a softmax
-with weights and biases of its own. 13 layers make 785.77 million, 785.8 in the table; without the
+and the rest has 2vw + v + 2w = 131,108,096 for v = 32,000: an embedding, a LayerNorm, and a softmax
+with its own weights and biases. 13 layers make 785.77 million, 785.8 in the table; without the
 biases of attention it would be 785.66, without those of the softmax 785.73. A learned vector for
-each of 1024 positions would add 2.1 million, so positions are waves.
+each of 1024 positions would add 2.1 million, so positions are encoded as sinusoids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stageline.model.layers import Layer, LayerSequence
 def transformer(
     num_layers: int, *, vocabulary: int = 32_000, width: int = 2048, heads: int = 32
 ) -> LayerSequence:
-    """A language model for sequences of any length.
+    """Return a language model for sequences of any length.
 
     >>> with torch.device("meta"):
     ...     layers = transformer(num_layers=3)
@@ -43,7 +43,7 @@ def transformer(
     head = {"norm": nn.LayerNorm(width), "softmax": nn.Linear(width, vocabulary)}
     return LayerSequence(
         (
-            Layer("embedding", Embedding(vocabulary, width)),
+            Layer("embedding", SinusoidalEmbedding(vocabulary, width)),
             *middle,
             Layer("head", nn.Sequential(OrderedDict(head))),
         )
@@ -52,14 +52,14 @@ def transformer(
 
 def _block(width: int, heads: int, num_layers: int) -> nn.Sequential:
     parts = {
-        "attention": Attention(width, heads),
+        "attention": CausalAttention(width, heads),
         "feed_forward": FeedForward(width, num_layers),
     }
     return nn.Sequential(OrderedDict(parts))
 
 
-class Embedding(nn.Module):
-    """Tokens as vectors, with their positions added as waves."""
+class SinusoidalEmbedding(nn.Module):
+    """An embedding of tokens, with sinusoidal position encodings added."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
-        return x + waves(x.shape[-2], x.shape[-1], x.device)
+        return x + sinusoids(x.shape[-2], x.shape[-1], x.device)
 
 
-class Attention(nn.Module):
-    """Each position attends to itself and to those before it."""
+class CausalAttention(nn.Module):
+    """Self-attention of each position to itself and the positions before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Each position for itself, four times as wide inside."""
+    """A feed-forward network per position, four times as wide inside."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -103,7 +103,10 @@ class FeedForward(nn.Module):
 
 
 class ScaledLinear(nn.Linear):
-    """Starts smaller by the number of layers: so GPipe kept deep models from diverging."""
+    """A linear layer with initial weights divided by the number of layers.
+
+    GPipe did so to keep deep models from diverging.
+    """
 
     def __init__(self, before: int, after: int, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -116,8 +119,8 @@ class ScaledLinear(nn.Linear):
                 parameter.div_(self.num_layers)
 
 
-def waves(length: int, width: int, device: torch.device) -> Tensor:
-    """Sines and cosines of the position, fast at first and slow at last."""
+def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
+    """Return sines and cosines of each position, from the highest frequency to the lowest."""
     positions = torch.arange(length, device=device)[:, None]
     angles = positions * 1e4 ** -torch.linspace(0, 1, width // 2, device=device)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -1,4 +1,4 @@
-"""A small U-Net: what the way down writes is read again on the way up, the first of it last.
+"""A small U-Net: each level of the encoder has a skip connection to the same level of the decoder.
 
 x ─► down.0 ─► down.1 ─► down.2 ─► bottom ─► up.2 ─► up.1 ─► up.0 ─► head ─► x
         │         │         └───── skip.2 ─────┘       │       │
@@ -15,7 +15,7 @@ from stageline.model.layers import Layer, LayerSequence
 
 
 def unet(channels: int, classes: int, width: int, depth: int = 3) -> LayerSequence:
-    """`2 * depth + 2` layers; images are halved `depth` times, and `width` doubles each time.
+    """Return `2 * depth + 2` layers; each of `depth` levels halves images and doubles `width`.
 
     >>> [layer.name for layer in unet(channels=3, classes=2, width=4, depth=1)]
     ['down.0', 'bottom', 'up.0', 'head']
@@ -35,7 +35,7 @@ def unet(channels: int, classes: int, width: int, depth: int = 3) -> LayerSequen
 
 
 class Convolve(nn.Sequential):
-    """A convolution that keeps the size, normalised without a look at other samples."""
+    """A convolution that keeps the size, with GroupNorm and ReLU."""
 
     def __init__(self, before: int, after: int) -> None:
         conv = nn.Conv2d(before, after, kernel_size=3, padding=1)
@@ -43,7 +43,7 @@ class Convolve(nn.Sequential):
 
 
 class Down(nn.Module):
-    """Half the size goes on, the whole is kept for the way up."""
+    """An encoder level: passes on half the size, and the full size as skip connection."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the size, beside what was kept on the way down."""
+    """A decoder level: doubles the size and joins the skip connection."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()

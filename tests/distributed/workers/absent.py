@@ -22,7 +22,7 @@ def main(what: str, how: str) -> None:
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=4,
-        timeout=4.0,
+        options=sl.Options(timeout=4.0),
     )
     x = torch.ones(16, 8)
     if what != "first":

@@ -20,7 +20,7 @@ def main(what: str, folder: str) -> None:
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=2,
-        timeout=4.0,
+        options=sl.Options(timeout=4.0),
     )
     optimizer = SGD(pipe.parameters(), 0.1)
     x = torch.ones(4, 4)

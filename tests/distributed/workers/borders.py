@@ -6,12 +6,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tests.runtime.test_borders import BORDERS, bias_of_all_layers, cross_attention
 from tests.runtime.test_in_place import ChangingFirst, Made, Scaled, Twice, skipping
+from tests.runtime.test_stage_border import BORDERS, bias_of_all_layers, cross_attention
 from torch.nn.functional import mse_loss
 
 from stageline.errors import StagelineError
 from stageline.pipeline import Pipeline
+from stageline.zoo.cases import grouped
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b")
 
@@ -22,16 +23,16 @@ def verify_all(num_ranks: int) -> None:
         for make in BORDERS:
             torch.manual_seed(3)
             layers, x, y = make()
-            pipe = Pipeline(layers, mse_loss, schedule=schedule, **options)  # type: ignore[arg-type]
+            pipe = Pipeline(layers, mse_loss, schedule=schedule, **grouped(options))
             pipe.verify(x, y)
             pipe.close()
         torch.manual_seed(4)
         inputs = {"x": torch.randn(8, 5, 8), "source": torch.randn(8, 6, 8)}
         target = torch.randn(8, 5, 8)
-        pipe = Pipeline(cross_attention(), mse_loss, schedule=schedule, **options)  # type: ignore[arg-type]
+        pipe = Pipeline(cross_attention(), mse_loss, schedule=schedule, **grouped(options))
         pipe.verify(inputs, target)
         pipe.close()
-        pipe = Pipeline(bias_of_all_layers(), mse_loss, schedule=schedule, **options)  # type: ignore[arg-type]
+        pipe = Pipeline(bias_of_all_layers(), mse_loss, schedule=schedule, **grouped(options))
         pipe.verify(inputs["x"], target)
         pipe.close()
 

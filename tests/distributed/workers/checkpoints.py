@@ -20,7 +20,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR
 
 import stageline as sl
-from stageline.checkpoint import folder as folders
+from stageline.checkpoint import record_file
+from stageline.checkpoint.pipeline_state import schedulers_of
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 UNEVEN = [2, 1, 8, 1]  # the second rank has nothing but dropout, and so no optimizer
@@ -39,7 +41,7 @@ def model(width: int = 8) -> nn.Sequential:
 
 def pipeline(made: nn.Module, num_ranks: int, **options: Any) -> tuple[sl.Pipeline, AdamW | None]:
     options = {"num_microbatches": 4} | options
-    pipe = sl.Pipeline(made, loss, num_ranks=num_ranks, **options)
+    pipe = sl.Pipeline(made, loss, num_ranks=num_ranks, **grouped(options))
     has_weights = any(True for _ in pipe.parameters())
     return pipe, AdamW(pipe.parameters(), 1e-2) if has_weights else None
 
@@ -121,7 +123,7 @@ def full_disk(is_full: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_full:
-            patch.setattr("stageline.checkpoint.save.write", write)
+            patch.setattr("stageline.checkpoint.save.write_shard", write)
         yield
 
 
@@ -138,7 +140,7 @@ def load(folder: Path) -> None:
     wanted = unstopped(8)
     with torch.device("meta"):
         empty = model()
-    for made, options in ((model(), {}), (empty, {"init": lambda _: None})):
+    for made, options in ((model(), {}), (empty, {"init_fn": lambda _: None})):
         pipe, optimizer = pipeline(made, num_ranks, seed=9, **options)
         assert sl.load(folder, pipe, optimizer) == (3, {"seen": 27})
         train(pipe, optimizer, range(3, 8))
@@ -261,13 +263,13 @@ def damaged(folder: Path) -> None:
 def everything(pipe: sl.Pipeline, optimizer: AdamW | None) -> dict[str, Any]:
     """Return copies of all that a load may change in this process."""
     found: dict[str, Any] = {name: t.clone() for name, t in pipe.state_dict().items()}
-    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe.seed]}
+    found |= {"random": torch.get_rng_state(), "counts": [pipe.num_steps, pipe._session.seed]}
     for number, each in enumerate(pipe.optimizers if optimizer is None else (optimizer,)):
         state = deepcopy(each.state_dict())
         found |= {f"{number} {i}": group for i, group in enumerate(state["param_groups"])}
         for index, kept in state["state"].items():
             found |= {f"{number} {index} {key}": value for key, value in kept.items()}
-    for scheduler in pipe.stepper.schedulers if pipe.stepper else ():
+    for scheduler in schedulers_of(pipe):
         found["scheduler"] = deepcopy(scheduler.state_dict())
     return found
 
@@ -286,17 +288,20 @@ def flip(path: Path, place: int) -> None:
 
 
 def without_counts(path: Path) -> None:
-    fields = folders.read_record(path) | {"num_steps": None}
-    (path / "checkpoint.json").write_bytes(folders._sealed(fields))
+    fields = record_file.read_record(path) | {"num_steps": None}
+    (path / "checkpoint.json").write_bytes(record_file.record_text(fields))
 
 
 HARM = (
-    (lambda path: flip(path / "shard-00001.safetensors", 30), "header has another checksum"),
-    (lambda path: flip(path / "shard-00002.safetensors", -20), "have another checksum"),
-    (lambda path: flip(path / "checkpoint.json", -40), "its checksum is another"),
+    (
+        lambda path: flip(path / "shard-00001.safetensors", 30),
+        "checksum of its header does not match",
+    ),
+    (lambda path: flip(path / "shard-00002.safetensors", -20), "the checksum of bytes"),
+    (lambda path: flip(path / "checkpoint.json", -40), "its checksum does not match"),
     (lambda path: (path / "shard-00002.safetensors").unlink(), "No such file"),
     (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint"),
-    (without_counts, "its num_steps is wrong"),
+    (without_counts, "its field num_steps is invalid"),
 )
 
 
@@ -307,7 +312,7 @@ def failing_read(is_failing: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if is_failing:
-            patch.setattr("stageline.checkpoint.reading._read", read)
+            patch.setattr("stageline.checkpoint.read_tensors._read", read)
         yield
 
 

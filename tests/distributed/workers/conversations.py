@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 import stageline as sl
 from stageline.checkpoint import save as save_module
-from stageline.checkpoint import storage
+from stageline.checkpoint import write_tensors
 from stageline.errors import CheckpointError
 
 X = torch.ones(4, 4)
@@ -44,7 +44,11 @@ def pipeline() -> tuple[sl.Pipeline, SGD]:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(2)]
     pipe = sl.Pipeline(
-        layers, nn.functional.mse_loss, num_ranks=2, num_microbatches=2, timeout=20.0
+        layers,
+        nn.functional.mse_loss,
+        num_ranks=2,
+        num_microbatches=2,
+        options=sl.Options(timeout=20.0),
     )
     return pipe, SGD(pipe.parameters(), 0.1)
 
@@ -55,8 +59,9 @@ def do_all(pipe: sl.Pipeline, optimizer: SGD, folder: Path) -> None:
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    with pipe.trace() as timeline:
+    with pipe.trace() as trace:
         results.append(pipe.step(X, X))
+    timeline = trace.timeline
     assert timeline.makespan > 0
     assert pipe.eval()(X).shape == (4, 4)
     pipe.train()
@@ -74,7 +79,7 @@ def overlap(folder: Path) -> None:
     pipe, optimizer = pipeline()
     other, its_optimizer = pipeline()
     held = HeldUp()
-    with patch.object(save_module, "write", held.before(storage.write)):
+    with patch.object(save_module, "write_shard", held.before(write_tensors.write_shard)):
         first = sl.save(folder / "a", pipe, optimizer, step=1, wait=False)
         second = sl.save(folder / "b", other, its_optimizer, step=1, wait=False)
         do_all(pipe, optimizer, folder / "c")
@@ -102,7 +107,7 @@ def fail(*_: Any) -> None:
 def after_a_failure(folder: Path) -> None:
     """A save that fails in the background is told once, and what follows is as before."""
     pipe, optimizer = pipeline()
-    with patch.object(save_module, "write", fail):
+    with patch.object(save_module, "write_shard", fail):
         sl.save(folder / "d", pipe, optimizer, step=1, wait=False)
         pipe.step(X, X)
         told = raised_by(partial(sl.save, folder / "d", pipe, optimizer, step=2))
@@ -110,7 +115,7 @@ def after_a_failure(folder: Path) -> None:
         assert "No space left" in told
     sl.save(folder / "d", pipe, optimizer, step=3)
     pipe.step(X, X)
-    with patch.object(save_module, "write", fail):
+    with patch.object(save_module, "write_shard", fail):
         sl.save(folder / "d", pipe, optimizer, step=4, wait=False)
         assert "No space left" in raised_by(pipe.close)
     assert "closed" in raised_by(partial(pipe.step, X, X))

@@ -22,7 +22,7 @@ def main(what: str) -> None:
         num_ranks=3 if what == "world" else 2,
         num_microbatches=2,
         schedule="gpipe" if is_other and what == "schedule" else "1f1b",
-        timeout=10.0,
+        options=sl.Options(timeout=10.0),
     )
     size = 5 if is_other and what == "batch" else 4
     pipe.step(torch.ones(size, 4), torch.ones(size, 4))

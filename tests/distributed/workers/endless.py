@@ -20,7 +20,7 @@ def main() -> None:
         nn.functional.mse_loss,
         num_ranks=num_ranks,
         num_microbatches=4,
-        timeout=5.0,
+        options=sl.Options(timeout=5.0),
     )
     x = torch.ones(8, 64)
     for number in count():

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.collectives import Group
-from stageline.runtime.backends.processes.driver import Processes
+from stageline.runtime.backends.processes.backend import ProcessesBackend
 
 # bytes: malloc's arenas settle in the first 1,500 steps; from there to 3,000 nothing is added
 SETTLING = 4 * 2**20
@@ -32,16 +31,15 @@ class Held(NamedTuple):
 
 def held(pipe: sl.Pipeline) -> Held:
     gc.collect()
-    driver, peers = pipe.driver, pipe.peers
-    assert isinstance(driver, Processes)
-    assert isinstance(peers, Group)
-    incoming, outgoing = driver.incoming, driver.outgoing
+    backend = pipe._session.backend
+    assert isinstance(backend, ProcessesBackend)
+    incoming, outgoing = backend.incoming, backend.connection.outgoing
     waiting: list[Sized] = [
         incoming.promised,
         incoming.early,
         outgoing.fresh,
-        peers.telling,
-        peers.flying,
+        backend.collectives.sums,
+        pipe._session.assembly.replicas.sums,
     ]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Held(

@@ -39,7 +39,7 @@ def main() -> None:
         nn.functional.mse_loss,
         num_ranks=3,
         num_microbatches=4,
-        timeout=4.0,
+        options=sl.Options(timeout=4.0),
     )
     x = torch.ones(4, 4)
     for number in range(3):

@@ -25,9 +25,9 @@ from torch.optim import SGD
 import stageline as sl
 from stageline.checkpoint import load as load_module
 from stageline.checkpoint import save as save_module
+from stageline.runtime.backends.processes import failure_watch
 from stageline.runtime.backends.processes import groups as mesh
-from stageline.runtime.backends.processes import watch
-from stageline.training import fit as fitting
+from stageline.training import metrics
 
 KINDS = ("raise", "SIGKILL", "SIGSTOP", "exit")
 TIMEOUT, START_UP = 5.0, 10.0
@@ -85,7 +85,7 @@ def pipeline(fault: Callable[[], None] = lambda: None) -> sl.Pipeline:
         num_ranks=3,
         num_microbatches=2,
         balance=[1, 1, 1],
-        timeout=TIMEOUT,
+        options=sl.Options(timeout=TIMEOUT),
     )
 
 
@@ -116,7 +116,7 @@ def in_evaluation(fault: Fault, _: Path) -> None:
 
 def in_save(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
-    patched(save_module, "write", fault)
+    patched(save_module, "write_shard", fault)
     sl.save(folder, pipe, optimizer, step=2)
     step(pipe, 1)
 
@@ -131,7 +131,7 @@ def before_save(fault: Fault, folder: Path) -> None:
 def in_background_save(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
     if fault.kind != "exit":  # of the thread alone, that is no end
-        patched(save_module, "write", fault)
+        patched(save_module, "write_shard", fault)
     saving = sl.save(folder, pipe, optimizer, step=2, wait=False)
     if fault.kind == "exit":
         fault()
@@ -142,14 +142,14 @@ def in_background_save(fault: Fault, folder: Path) -> None:
 def in_load(fault: Fault, folder: Path) -> None:
     pipe, optimizer = trained()
     sl.save(folder, pipe, optimizer, step=2)
-    patched(load_module, "_prepared", fault)
+    patched(load_module, "_prepare", fault)
     sl.load(folder, pipe, optimizer)
     step(pipe, 1)
 
 
 def in_report(fault: Fault, _: Path) -> None:
     pipe = pipeline()
-    patched(fitting, "peak_memory", fault)
+    patched(metrics, "peak_memory", fault)
     sl.fit(pipe, [(X, X)] * 4, SGD(pipe.parameters(), 0.1), steps=4, report_every=2)
 
 
@@ -185,8 +185,8 @@ def in_stream(fault: Fault, _: Path) -> None:
         nn.functional.mse_loss,
         num_ranks=3,
         num_microbatches=2,
-        timeout=TIMEOUT,
-        optimizer=partial(SGD, lr=0.1),
+        optimizer_fn=partial(SGD, lr=0.1),
+        options=sl.Options(timeout=TIMEOUT),
     )
     for result in pipe.run(loader()):
         assert result.loss > 0
@@ -194,8 +194,8 @@ def in_stream(fault: Fault, _: Path) -> None:
 
 def before_pipeline(fault: Fault, _: Path) -> None:
     """Who is not there yet is waited for longer; here not for five minutes."""
-    for module in (mesh, watch):
-        patch.object(module, "START_UP", START_UP).start()
+    for module in (mesh, failure_watch):
+        patch.object(module, "START_UP_TIMEOUT", START_UP).start()
     getattr(sl, "Pipeline")  # noqa: B009  it is imported now, so that all are equally far
     dist.barrier()
     fault()

@@ -20,7 +20,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import stageline as sl
-from stageline.training import fit as fitting
+from stageline.training import run as training_run
+from stageline.zoo.cases import grouped
 
 STEPS = 20
 sgd = partial(SGD, lr=0.1, momentum=0.9)
@@ -50,14 +51,14 @@ def run(folder: Path, save_every: int, report_every: int, form: str) -> dict[str
     sizes: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2, "timeout": 30.0}
     if form == "stream":
         sizes["optimizer"] = sgd
-    pipe = sl.Pipeline(model(num_ranks), nn.functional.mse_loss, **sizes)
+    pipe = sl.Pipeline(model(num_ranks), nn.functional.mse_loss, **grouped(sizes))
     intervals: dict[str, Any] = {"save_every": save_every, "report_every": report_every}
     optimizer = None if form == "stream" else sgd(pipe.parameters())
 
     def save(*args: Any, wait: bool, **options: Any) -> None:
         sl.save(*args, wait=wait or form == "waiting", **options)
 
-    with patch.object(fitting, "save", save):
+    with patch.object(training_run, "save", save):
         reports = sl.fit(pipe, data(), optimizer, steps=STEPS, folder=folder, **intervals)
     wanted = {*range(report_every, STEPS + 1, report_every), STEPS}
     assert [report.step for report in reports] == sorted(wanted)

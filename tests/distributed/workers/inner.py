@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 
 
 class Penalty(nn.Module):
@@ -69,7 +70,7 @@ def check(make: Callable[[], tuple[nn.Sequential, Tensor, Tensor]], **options: s
         for inputs, target in zip(x.chunk(4), y.chunk(4), strict=True):
             loss = F.cross_entropy(plain(inputs), target)
             loss.backward(torch.full_like(loss, 0.25))  # type: ignore[no-untyped-call]
-    pipe = sl.Pipeline(model, F.cross_entropy, num_ranks=2, num_microbatches=4, **options)  # type: ignore[arg-type]
+    pipe = sl.Pipeline(model, F.cross_entropy, num_ranks=2, num_microbatches=4, **grouped(options))
     hook(model[0].weight, seen)  # type: ignore[arg-type]
     for _ in range(2):
         pipe.step(x, y)
@@ -92,7 +93,9 @@ def main(what: str) -> None:
     dist.init_process_group("gloo")
     if what == "disagree":
         model, x, y = tied()
-        pipe = sl.Pipeline(model, F.cross_entropy, num_ranks=2, num_microbatches=4, timeout=8.0)
+        pipe = sl.Pipeline(
+            model, F.cross_entropy, num_ranks=2, num_microbatches=4, options=sl.Options(timeout=8.0)
+        )
         if dist.get_rank() == 0:
             hook(model[0].weight, [])  # type: ignore[arg-type]
         pipe.step(x, y)

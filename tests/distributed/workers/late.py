@@ -35,14 +35,16 @@ def main(where: str, folder: Path) -> None:
         nn.functional.mse_loss,
         num_ranks=2,
         num_microbatches=2,
-        timeout=TIMEOUT,
+        options=sl.Options(timeout=TIMEOUT),
     )
     optimizer = SGD(pipe.parameters(), 0.1)
     if where == "first step":
         rest()
     if where in ("write", "read"):
         sl.save(folder, pipe, optimizer, step=0)
-        module, name = (save_module, "write") if where == "write" else (load_module, "_prepared")
+        module, name = (
+            (save_module, "write_shard") if where == "write" else (load_module, "_prepare")
+        )
         act, calls = getattr(module, name), list[float]()
 
         def slow(*args: object, **options: object) -> object:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head
 
 
@@ -70,9 +71,9 @@ def trained_by_one_process() -> tuple[dict[str, Tensor], list[float]]:
     """Train in the first process, for all of them."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        alone = sl.Pipeline(
-            model(), loss, num_ranks=1, num_microbatches=8, count_fn=count, backend="serial"
-        )
+        options = sl.Options(count_fn=count)
+        sizes: dict[str, Any] = {"num_ranks": 1, "num_microbatches": 8}
+        alone = sl.Pipeline(model(), loss, backend="serial", options=options, **sizes)
         found = [trained(slice(None), alone)]
     dist.broadcast_object_list(found)
     return found[0]  # type: ignore[no-any-return]  # that of the first process
@@ -89,7 +90,7 @@ def main(names: str) -> None:
     wanted, expected = trained_by_one_process()
     for name in ("1f1b", "interleaved_1f1b", "zbv"):
         made = model(None if has_replicas else mesh["tp"])
-        pipe = sl.Pipeline(made, loss, num_ranks=2, schedule=name, mesh=mesh, **options)
+        pipe = sl.Pipeline(made, loss, num_ranks=2, schedule=name, mesh=mesh, **grouped(options))
         if has_replicas:
             pipe.verify(*torch.randint(0, 11, (2, 16, 5))[:, part])
         found, heard = trained(part, pipe)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 
 
 class Table(nn.Module):
@@ -51,7 +52,7 @@ def weights(layer: sl.Layer) -> None:
 
 
 def pipeline(layers: list[nn.Module], **options: Any) -> sl.Pipeline:
-    return sl.Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=2, **options)
+    return sl.Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=2, **grouped(options))
 
 
 def told(act: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stageline as sl
+from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 
 
@@ -56,7 +57,7 @@ def batch(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Ten
 
 def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """What this process holds after three steps, one of them short, and what it was told."""
-    pipe = sl.Pipeline(model(), loss, **options)
+    pipe = sl.Pipeline(model(), loss, **grouped(options))
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(3)
     told = []

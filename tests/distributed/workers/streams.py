@@ -23,8 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import stageline as sl
 from stageline.model.layers import LayerSequence
-from stageline.pipeline import Results
-from stageline.runtime.engine.result import StepResult
+from stageline.runtime.batches.result import StepResult
+from stageline.runtime.batches.run import StepResults
+from stageline.zoo.cases import grouped
 from stageline.zoo.plain_asynchronous import train_asynchronously
 
 Weights = list[nn.Parameter]
@@ -115,7 +116,7 @@ def check(streams: list[Trained]) -> None:
 
 def build(rule: str, **options: Any) -> sl.Pipeline:
     options |= {"num_ranks": dist.get_world_size(), "seed": SEED, "timeout": 20.0}
-    return sl.Pipeline(model(), mse_loss, **options, **SCHEDULES[rule])
+    return sl.Pipeline(model(), mse_loss, **grouped(options), **grouped(SCHEDULES[rule]))
 
 
 def whole_streams(num_ranks: int) -> Iterator[Trained]:
@@ -136,7 +137,7 @@ def whole_streams(num_ranks: int) -> Iterator[Trained]:
         num_stages = len(on or [1] * num_ranks)
         shared: dict[str, Any] = {"num_microbatches": size, "replicas": on}
         shared["balance"] = BALANCES[num_stages]
-        pipe = build(rule, optimizer=make, scheduler=warm_up, recompute=recompute, **shared)
+        pipe = build(rule, optimizer_fn=make, scheduler_fn=warm_up, recompute=recompute, **shared)
         losses = [float(result.loss) for result in pipe.run(data)]
         assert len(losses) == len(data)
         shared |= {"rule": rule, "make_scheduler": warm_up}
@@ -145,7 +146,7 @@ def whole_streams(num_ranks: int) -> Iterator[Trained]:
         pipe.close()
 
 
-def loop(stream: Results, ending: str) -> list[StepResult]:
+def loop(stream: StepResults, ending: str) -> list[StepResult]:
     results = []
     with suppress(OSError, KeyError):
         for result in stream:
@@ -174,7 +175,7 @@ def ended_streams(num_ranks: int) -> Iterator[Trained]:
                 yield batch
             raise OSError("the disk is full")
 
-        pipe = build(rule, optimizer=momentum, **shared)
+        pipe = build(rule, optimizer_fn=momentum, **shared)
         results = loop(pipe.run(loader()), ending)
         assert len(results) == (5 if ending == "loader breaks" else 2), ending
         assert len(fed) == (5 if ending == "loader breaks" else 2 + pipe.ahead), ending
@@ -191,7 +192,7 @@ def stream_with_an_infinite_loss(num_ranks: int) -> Trained:
     data = batches(*[2 * num_ranks] * 6)
     data[2] = data[2][0], torch.full_like(data[2][1], torch.inf)
     shared: dict[str, Any] = {"num_microbatches": num_ranks, "balance": BALANCES[num_ranks]}
-    pipe = build("pipedream", optimizer=momentum, **shared)
+    pipe = build("pipedream", optimizer_fn=momentum, **shared)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         results = list(pipe.run(data))
@@ -226,9 +227,9 @@ def fail_in_a_layer(num_ranks: int) -> None:
         num_ranks=num_ranks,
         num_microbatches=2,
         schedule="pipedream",
-        optimizer=momentum,
+        optimizer_fn=momentum,
         balance=[1] * num_ranks,
-        timeout=20.0,
+        options=sl.Options(timeout=20.0),
     )
     last = num_ranks - 1
     told = (
@@ -256,11 +257,16 @@ def clipped(make: Callable[[Weights], Optimizer], schedule: str, max_norm: float
         models.append(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     sizes: dict[str, Any] = {"num_ranks": 3, "num_microbatches": 3, "balance": [1, 1, 1]}
     pipe = sl.Pipeline(
-        models[0], mse_loss, schedule=schedule, optimizer=make, max_norm=max_norm, **sizes
+        models[0],
+        mse_loss,
+        schedule=schedule,
+        optimizer_fn=make,
+        options=sl.Options(max_norm=max_norm),
+        **grouped(sizes),
     )
     redone = [bool(result.redone) for result in pipe.run(data)]
     pipe.close()
-    plain = sl.Pipeline(models[1], mse_loss, backend="serial", **sizes)
+    plain = sl.Pipeline(models[1], mse_loss, backend="serial", **grouped(sizes))
     optimizer = make(list(models[1].parameters()))
     for inputs, target in data:
         plain.step(inputs, target)
@@ -306,7 +312,7 @@ def left_open() -> Iterator[object]:
         num_ranks=2,
         num_microbatches=1,
         schedule="pipedream",
-        optimizer=momentum,
+        optimizer_fn=momentum,
         backend="threads",
     )
     stream = pipe.run([(torch.ones(2, 4), torch.ones(2, 4))] * 9)

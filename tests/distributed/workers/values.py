@@ -111,7 +111,7 @@ def trained(layers: list[nn.Module], backend: str, steps: int = 4) -> sl.Pipelin
         num_microbatches=2,
         backend=backend,
         balance=[1, 1] if len(layers) == 2 else [2, 1],
-        timeout=10.0,
+        options=sl.Options(timeout=10.0),
     )
     for step in range(steps):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
@@ -135,7 +135,7 @@ def main() -> None:
             if parameter.grad is not None:  # it is of this rank
                 assert torch.equal(parameter.grad, expected), name
         pipes[0].close()
-    with pytest.raises(sl.StageError, match="has to return the same structure in every step"):
+    with pytest.raises(sl.StageError, match="must return the same structure in every step"):
         trained([Restless(), Forgiving()], "processes")
     print("all equal")
 

@@ -36,7 +36,7 @@ v_sizes = pytest.mark.parametrize(("p", "m"), V_SIZES)
 
 
 def bubble_time(timeline: Timeline) -> float:
-    """Idle time in the longest span of a rank."""
+    """Return the idle time in the longest span of a rank."""
     longest, work = max(zip(timeline.rank_spans, timeline.busy, strict=True))
     return longest - work
 

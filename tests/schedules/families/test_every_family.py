@@ -1,4 +1,4 @@
-"""What holds for every family: it is complete, it ends, and its docstring draws what runs."""
+"""Properties of every family: complete, free of deadlocks, and as drawn in its docstring."""
 
 import re
 from collections import defaultdict
@@ -102,7 +102,7 @@ def test_the_diagram_in_the_docstring_is_what_runs(family: Callable[[int, int], 
 
 
 def cells(row: tuple[Span, ...], stages: tuple[int, ...]) -> list[str]:
-    """A cell for each slot; the second chunk in lower case."""
+    """Return a cell for each slot, with the second chunk in lower case."""
     slots: list[str] = []
     for (stage, kind, microbatch, _, _), start, end in row:
         letter = kind.value if stage == stages[0] else kind.value.lower()

@@ -1,4 +1,4 @@
-"""The order of every rank's actions, written out to be laid beside the papers' figures.
+"""The order of every rank's actions, written out for comparison with the papers' figures.
 
 The papers count micro-batches from 1; here they count from 0.
 """
@@ -22,7 +22,7 @@ def rows(schedule: Schedule) -> str:
 
 
 def literal(text: str) -> str:
-    """A rank's row goes on in lines that are indented further."""
+    """Parse a schedule; a line that is indented further continues its rank's row."""
     return dedent(text).strip("\n").replace("\n    ", " ")
 
 
@@ -116,7 +116,7 @@ def test_zb_h2_fills_the_first_rank_with_forwards_and_the_last_with_weight_gradi
 
 
 def test_dualpipe_v_step_by_step() -> None:
-    """A line for each step of DeepSeek's recipe; ranks with no line for a step skip it."""
+    """Each line is a step of DeepSeek's algorithm; ranks without a line skip the step."""
     assert rows(dualpipe_v(4, 10)) == literal("""
         0F0 0F1 0F2 0F3 0F4 0F5
             0F6 7F0

@@ -30,12 +30,12 @@ def rows(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> st
 
 
 def literal(text: str) -> str:
-    """A rank's row goes on in lines that are indented further."""
+    """Parse a schedule; a line that is indented further continues its rank's row."""
     return dedent(text).strip("\n").replace("\n    ", " ")
 
 
 def versions(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
-    """Stage, micro-batch and version of everything that computes."""
+    """Return stage, micro-batch and version of all compute actions."""
     for row in schedule.actions:
         yield from ((a.stage, a.microbatch, a.version) for a in row if a.kind in COMPUTE)
 
@@ -117,7 +117,7 @@ def test_the_diagram_in_the_docstring_is_what_runs(family: str) -> None:
 
 
 def slots(row: tuple[Span, ...]) -> list[str]:
-    """A cell for each unit of time, with the version as a small number."""
+    """Return a cell for each unit of time, with the version as a small number."""
     names: list[str] = []
     for action, start, end in row:
         if action.kind is not Kind.STEP:
@@ -148,7 +148,7 @@ def test_with_vertical_sync_every_stage_uses_what_the_first_one_used(p: int) -> 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_with_m_micro_batches_a_stage_uses_the_latest_weights_that_it_has(p: int, m: int) -> None:
-    """What the paper says of t holds of mini-batches, rounded up: (t - n + s) / m."""
+    """The paper's delay applies to mini-batches, rounded up: (t - n + s) / m."""
     for row in build_schedule("pipedream", num_ranks=p, num_microbatches=m).actions:
         made = 0
         for action in row:
@@ -182,7 +182,7 @@ def test_2bw_versions_as_in_the_paper(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("replicas", [[1, 1], [2, 1], [3, 1], [1, 2], [2, 2], [4, 1, 1], [2, 1, 3]])
 def test_the_input_stage_runs_ahead_by_noam_less_one(replicas: list[int]) -> None:
-    """NOAM = ceil(ranks / replicas of the input stage) are then on their way."""
+    """NOAM = ceil(ranks / replicas of the input stage) are then in flight."""
     schedule = build_schedule(
         "pipedream", num_ranks=sum(replicas), num_microbatches=12, replicas=replicas
     )
@@ -220,8 +220,8 @@ def refused(message: str) -> Any:
 
 def test_2bw_needs_as_many_micro_batches_as_ranks() -> None:
     message = (
-        "num_microbatches is 3, but 'pipedream_2bw' on 4 ranks needs at least 4 for its two "
-        "versions to be enough: use more, or 'pipedream'"
+        "num_microbatches is 3, but 'pipedream_2bw' on 4 ranks needs at least 4 so that two weight "
+        "versions suffice: use more, or 'pipedream'"
     )
     with refused(message):
         build_schedule("pipedream_2bw", num_ranks=4, num_microbatches=3)
@@ -230,8 +230,8 @@ def test_2bw_needs_as_many_micro_batches_as_ranks() -> None:
 @pytest.mark.parametrize("replicas", [[2, 1], [4, 0], [5, -1], [True, 3], [2.0, 2], [], 4])
 def test_replicas_that_do_not_sum_to_the_ranks_are_refused(replicas: Any) -> None:
     message = (
-        f"replicas is {replicas!r}, but 4 ranks need a number from 1 up for each stage, with the "
-        "sum 4"
+        f"replicas is {replicas!r}, but must be one positive integer for each stage, with sum 4, "
+        "the number of ranks"
     )
     with refused(message):
         build_schedule("pipedream", num_ranks=4, num_microbatches=4, replicas=replicas)
@@ -239,23 +239,23 @@ def test_replicas_that_do_not_sum_to_the_ranks_are_refused(replicas: Any) -> Non
 
 def test_replicas_need_a_share_of_every_mini_batch() -> None:
     message = (
-        "num_microbatches is 4, but a stage on 3 ranks gives them out in turns and needs a "
-        "multiple of 3: use one, or other replicas"
+        "num_microbatches is 4, but a stage on 3 ranks needs a multiple of 3: use one, or other "
+        "replicas"
     )
     with refused(message):
         build_schedule("pipedream", num_ranks=4, num_microbatches=4, replicas=[3, 1])
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])
-def test_a_number_of_mini_batches_that_is_none_is_refused(count: Any) -> None:
+def test_an_invalid_number_of_mini_batches_is_rejected(count: Any) -> None:
     with refused(f"num_minibatches is {count!r}, but has to be a whole number from 1 up"):
         build_schedule("pipedream", num_ranks=2, num_microbatches=2, num_minibatches=count)
 
 
 def test_options_of_other_families_are_refused() -> None:
-    message = "'pipedream_2bw' was given vertical_sync, but takes replicas: leave it out, or use "
+    message = "vertical_sync was given for 'pipedream_2bw', which takes replicas: omit it, or use "
     with refused(f"{message}pipedream"):
         build_schedule("pipedream_2bw", num_ranks=2, num_microbatches=2, vertical_sync=True)
-    message = "'1f1b' was given replicas, but takes none: leave it out, or use "
+    message = "replicas was given for '1f1b', which takes none: omit it, or use "
     with refused(f"{message}pipedream or pipedream_2bw"):
         build_schedule("1f1b", num_ranks=4, num_microbatches=4, replicas=[2, 2])

@@ -1,4 +1,4 @@
-"""Sizes that a family cannot take, and what its error says to do about it."""
+"""Sizes that a family does not support, and the advice in its error."""
 
 import re
 
@@ -30,7 +30,7 @@ def test_dualpipe_v_with_too_few_micro_batches() -> None:
 def test_interleaving_with_a_group_that_is_too_short(group_size: int, nearest: str) -> None:
     message = (
         f"group_size is {group_size}, but 'interleaved_1f1b' on 4 ranks with 10 micro-batches "
-        f"needs groups of at least 4, the last one too: use {nearest}"
+        f"needs groups of at least 4, including the last: use {nearest}"
     )
     with pytest.raises(ScheduleError, match=says(message)):
         interleaved_1f1b(4, 10, chunks_per_rank=2, group_size=group_size)

@@ -28,8 +28,8 @@ from stageline.costs import Link
 from stageline.errors import PlanError, StageError
 from stageline.planning.cluster.cluster import Cluster, Device, Level, Size
 from stageline.planning.progress import progress_of
-from stageline.runtime.backends.processes.exchange import gathered
-from stageline.runtime.backends.processes.groups import OwnGroup
+from stageline.runtime.backends.processes.exchange import gather
+from stageline.runtime.backends.processes.groups import OwnedGroup
 from stageline.units import format_bytes
 
 SMALL, LARGE = 64, 2**23  # bytes
@@ -62,12 +62,12 @@ def measure_links(*, memory: Size | None = None, progress: bool = True) -> Clust
     _check(memory)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     try:
-        with closing(OwnGroup(dist.new_group(backend="gloo", timeout=LIMIT))) as own:
-            size = ranks_of_a_machine(gathered(socket.gethostname(), own.now))
+        with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=LIMIT))) as own:
+            size = ranks_of_a_machine(gather(socket.gethostname(), own.now))
             total = (WARM_UP + ROUNDS) * (num_ranks - 1)
             with progress_of(total, "exchanges", shown=progress and rank == 0) as begin:
                 to_next = _measured(rank, num_ranks, own.now, begin)
-            told = gathered(Told(_memory(size), to_next), own.now)
+            told = gather(Told(_memory(size), to_next), own.now)
     except RuntimeError as error:
         raise StageError(
             f"rank {rank} lost touch with another while links were measured: has one of them "

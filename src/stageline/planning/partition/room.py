@@ -10,7 +10,7 @@ from typing import Any
 from stageline.costs import Costs
 from stageline.planning.partition.stages import Machines, states_of
 from stageline.planning.profiling.profile import LayerCost, Measurement
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.schedules.schedule import Schedule
 
 Run = tuple[int, int]  # of layers, from and up to

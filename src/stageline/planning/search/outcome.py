@@ -9,7 +9,7 @@ from itertools import groupby
 from stageline.planning.plan import Option, Plan, costs_as_numbers
 from stageline.planning.search.layouts import Task
 from stageline.planning.search.ways import Expected, Way, built
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.schedules.schedule import Schedule
 from stageline.units import format_bytes
 

@@ -20,7 +20,7 @@ from stageline.planning.partition.room import Room
 from stageline.planning.partition.stages import Cut, Machines, reductions, stage_costs
 from stageline.planning.search.layouts import Grid, Layout, Task, layouts, sample_sizes
 from stageline.planning.search.pace import least_pace, least_period, period_of
-from stageline.report.measures.memory import peak_memory
+from stageline.report.memory import peak_memory
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Kind
 from stageline.schedules.build import build_schedule, family_of, schedule_names

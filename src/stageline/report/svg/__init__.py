@@ -1,1 +1,1 @@
-"""A timeline as an SVG picture."""
+"""SVG pictures of timelines."""

@@ -1,1 +1,1 @@
-"""A timeline as text."""
+"""Text pictures of timelines."""

@@ -1,13 +1,12 @@
-"""A timeline as lines of text: a row for each rank, a cell for each slot of time.
+"""Draw a timeline as text: one row per rank, one cell per slot of time.
 
     rank 0 │ F0 F1 .. .. B0 B0 .. B1 B1
     rank 1 │ .. F0 B0 B0 F1 B1 B1
     F forward · B backward · . idle · a cell is 1
     2 ranks, 2 micro-batches · makespan 9 · step bubble 33.3 % · …
 
-Where that is wider than the terminal a cell is one letter, and each kind has its share of them.
-
-A stream's actions name the version of the weights that they use by a small number: `F4²`.
+If that is wider than the terminal, a cell is one letter, and each kind has its share of them. In a
+stream, a small number is the version of the weights that an action uses: `F4²`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from stageline.report import palette
-from stageline.report.measures.idle import table
-from stageline.report.summary import heading, measures, number
-from stageline.report.text.cells import (
+from stageline.report.idle import idle_table
+from stageline.report.summary import heading, measure_phrases, number
+from stageline.report.text.time_cells import (
     cells,
     dithered,
     exact_quantum,
@@ -37,8 +36,8 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 Naming = Callable[[Action], str]
 
 
-class Layout(NamedTuple):
-    """How a picture is cut: the time of a cell, and the characters that it takes."""
+class GridLayout(NamedTuple):
+    """The time that a cell represents, and the text that it contains."""
 
     quantum: float
     name: Naming
@@ -51,9 +50,9 @@ class Layout(NamedTuple):
 
 
 def plain(timeline: Timeline, width: int | None = None, end: float | None = None) -> str:
-    """The grid in letters, at most `width` columns wide; as wide as it takes if None.
+    """Return the grid, at most `width` columns wide, or of any width if that is None.
 
-    With `end`, the time at the right edge, several timelines have one scale.
+    `end` is the time at the right edge, to draw several timelines on one scale.
     """
     layout = None if end else labelled_layout(timeline, width)
     layout = layout or compact_layout(timeline, width or 0, end=end)
@@ -66,14 +65,14 @@ def plain(timeline: Timeline, width: int | None = None, end: float | None = None
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that is written to; None for a file or a pipe."""
+    """Return the columns of the terminal; None if the output is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def labelled_layout(
     timeline: Timeline, width: int | None, more_namings: Iterable[Naming] = ()
-) -> Layout | None:
-    """A label in every cell: the most generous layout that fits in `width`, if any does."""
+) -> GridLayout | None:
+    """Return the widest layout with a label in every cell that fits in `width`, if any does."""
     naming = full_name if timeline.num_stages > timeline.num_ranks else short_name
     styles: list[tuple[Naming, str, bool]] = [(naming, " ", False), (naming, "", False)]
     if timeline.schedule.is_stream:
@@ -82,7 +81,7 @@ def labelled_layout(
     for quantum in (exact_quantum(timeline), rough_quantum(timeline)):
         for name, gap, shows_versions in styles if quantum else ():
             longest = _longest(timeline, name)
-            layout = Layout(quantum or 1.0, name, longest, gap, shows_versions)
+            layout = GridLayout(quantum or 1.0, name, longest, gap, shows_versions)
             if width is None or _row_width(timeline, layout) <= width:
                 return layout
     return None
@@ -90,22 +89,22 @@ def labelled_layout(
 
 def compact_layout(
     timeline: Timeline, width: int, cells_per_column: int = 1, end: float | None = None
-) -> Layout:
-    """As many cells as there is room for; whole columns, if there is room for all of them."""
-    room = max(width - len(row_name(timeline, 0)), 1) * cells_per_column
+) -> GridLayout:
+    """Return the layout with as many cells as fit in `width`."""
+    max_cells = max(width - len(row_name(timeline, 0)), 1) * cells_per_column
     if end:
-        return Layout(end / room, letter)
+        return GridLayout(end / max_cells, letter)
     quantum = exact_quantum(timeline) or 0.0
     cells_per_quantum = (
-        min(room // num_cells(timeline, quantum), cells_per_column) if quantum else 0
+        min(max_cells // num_cells(timeline, quantum), cells_per_column) if quantum else 0
     )
     if cells_per_quantum:
-        return Layout(quantum / cells_per_quantum, letter)
-    return Layout((timeline.makespan or 1.0) / room, letter)
+        return GridLayout(quantum / cells_per_quantum, letter)
+    return GridLayout((timeline.makespan or 1.0) / max_cells, letter)
 
 
-def shown_actions(timeline: Timeline, layout: Layout) -> Iterator[list[Action | None]]:
-    """For each rank, what its cells show, up to its last action."""
+def shown_actions(timeline: Timeline, layout: GridLayout) -> Iterator[list[Action | None]]:
+    """Yield what the cells of each rank show, up to its last action."""
     choose = dithered if layout.name is letter else main_actions
     count = num_cells(timeline, layout.quantum)
     for row in timeline.spans:
@@ -116,38 +115,43 @@ def shown_actions(timeline: Timeline, layout: Layout) -> Iterator[list[Action | 
 
 
 def row_name(timeline: Timeline, rank: int) -> str:
+    """Return the text to the left of a rank's row."""
     return f"rank {rank:>{len(str(timeline.num_ranks - 1))}} │ "
 
 
-def cell_notes(timeline: Timeline, layout: Layout) -> list[str]:
+def cell_notes(timeline: Timeline, layout: GridLayout) -> list[str]:
+    """Return notes on the cells, for the legend."""
     notes = [f"a cell is {number(layout.quantum)}"]
     if hides_actions(timeline, layout.quantum):
-        notes.append("shorter actions may not show")
+        notes.append("shorter actions may be hidden")
     if layout.shows_versions:
-        notes.append("small numbers are versions of the weights")
+        notes.append("small numbers are weight versions")
     return notes
 
 
 def measure_lines(timeline: Timeline, width: int | None) -> list[str]:
-    idle = table(timeline.idle, timeline.makespan) if timeline.idle else ()
-    return [*_fold([heading(timeline), *measures(timeline)], width), *idle]
+    """Return the lines below the grid."""
+    idle = idle_table(timeline.idle, timeline.makespan) if timeline.idle else ()
+    return [*_fold([heading(timeline), *measure_phrases(timeline)], width), *idle]
 
 
 def full_name(action: Action) -> str:
-    """`4F0`: where a rank holds several stages."""
+    """Return the name of an action with its stage, such as `4F0`."""
     return f"{action.stage}{short_name(action)}"
 
 
 def short_name(action: Action) -> str:
+    """Return the name of an action without its stage, such as `F0`."""
     return palette.letter(action.kind) + microbatch_name(action)
 
 
 def microbatch_name(action: Action) -> str:
+    """Return the number of an action's micro-batch, if it has one."""
     return "" if action.microbatch == WHOLE_BATCH else str(action.microbatch)
 
 
 def versioned(name: Naming) -> Naming:
-    """With the version of the weights as a small number."""
+    """Return a naming that adds the weight version as a small number."""
 
     def named(action: Action) -> str:
         has_version = action.version != NO_VERSION and action.kind is not Kind.STEP
@@ -158,12 +162,13 @@ def versioned(name: Naming) -> Naming:
 
 
 def kind_names(timeline: Timeline) -> list[str]:
-    """Of what takes time: a cell shows nothing else."""
+    """Return letters and names of the kinds that take time: a cell shows no others."""
     kinds = palette.lasting_kinds(timeline)
     return [f"{palette.letter(kind)} {palette.NAMES[kind]}" for kind in kinds]
 
 
 def letter(action: Action) -> str:
+    """Return the letter of an action's kind."""
     return palette.letter(action.kind)
 
 
@@ -171,13 +176,13 @@ def _longest(timeline: Timeline, name: Naming) -> int:
     return max((len(name(span.action)) for row in timeline.spans for span in row), default=1)
 
 
-def _row_width(timeline: Timeline, layout: Layout) -> int:
+def _row_width(timeline: Timeline, layout: GridLayout) -> int:
     cell_width = layout.label_width + len(layout.gap)
     return len(row_name(timeline, 0)) + num_cells(timeline, layout.quantum) * cell_width
 
 
 def _fold(phrases: list[str], width: int | None) -> list[str]:
-    """Phrases in one line, or in as many as a narrow terminal needs."""
+    """Return phrases as one line, or as several if `width` is too small for one."""
     lines = phrases[:1]
     for phrase in phrases[1:]:
         longer = lines[-1] + SEPARATOR + phrase

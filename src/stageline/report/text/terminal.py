@@ -1,4 +1,4 @@
-"""The text grid in colour, within the terminal: two cells to a character where there are many."""
+"""Draw the text grid in colour, for a terminal; a character shows two cells if there are many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from stageline.report import palette
 from stageline.report.summary import number
 from stageline.report.text.grid import (
-    Layout,
+    GridLayout,
     cell_notes,
     compact_layout,
     labelled_layout,
@@ -32,9 +32,9 @@ Row = Sequence[Action | None]
 def coloured(
     timeline: Timeline, width: int, height: int | None = None, end: float | None = None
 ) -> Text:
-    """The grid within `width` columns and, if given, `height` lines: the middle ranks may go.
+    """Return the grid in `width` columns and, if given, `height` lines, without middle ranks.
 
-    With `end`, the time at the right edge, several timelines have one scale.
+    `end` is the time at the right edge, to draw several timelines on one scale.
     """
     paint = palette.painter(timeline)
     layout = None if end else labelled_layout(timeline, width, [microbatch_name])
@@ -48,13 +48,13 @@ def coloured(
     grid = [Text.assemble((row_name(timeline, i), DIM), row) for i, row in enumerate(rows)]
     footer = [_legend(timeline, notes), *map(Text, measure_lines(timeline, width))]
     lines = [*_without_middle(grid, height), *footer]
-    for line in lines:  # Console.print would wrap them: it does not heed a Text's no_wrap
+    for line in lines:  # Console.print ignores a Text's no_wrap, and would wrap them
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)
 
 
-def _labels(row: Row, layout: Layout, paint: palette.Paint) -> Text:
-    """An action's label stands where it starts; its colour goes on to where it ends."""
+def _labels(row: Row, layout: GridLayout, paint: palette.Paint) -> Text:
+    """Return a row with each label at the start of its action, and the colour up to its end."""
     text = Text()
     for before, action in zip([None, *row], row, strict=False):
         label = layout.label(action)
@@ -74,7 +74,7 @@ def _half_blocks(row: Row, paint: palette.Paint) -> Text:
 
 
 def _half_block(left: str | None, right: str | None) -> tuple[str, str]:
-    """A character and its style. Idle halves keep the terminal's own background, dark or light."""
+    """Return a character and its style; idle halves keep the terminal's background."""
     if left == right:
         return ("█", left) if left else ("·", DIM)
     if left is None:
@@ -94,9 +94,9 @@ def _legend(timeline: Timeline, notes: list[str]) -> Text:
 
 
 def _without_middle(rows: list[Text], height: int | None) -> list[Text]:
-    room = len(rows) if height is None else max(height - NUM_FOOTER_LINES, 3)
-    if len(rows) <= room:
+    num_lines = len(rows) if height is None else max(height - NUM_FOOTER_LINES, 3)
+    if len(rows) <= num_lines:
         return rows
-    top, bottom = room // 2, (room - 1) // 2
+    top, bottom = num_lines // 2, (num_lines - 1) // 2
     left_out = Text(f"  ⋮ {len(rows) - top - bottom} more ranks", DIM)
     return [*rows[:top], left_out, *rows[-bottom:]]

@@ -1,65 +1,75 @@
-"""Messages between ranks in one process: passed by reference, taken once, by their send."""
+"""Messages between ranks in one process: passed by reference, taken once, by their key."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from queue import SimpleQueue
 from threading import Lock
 
-from stageline.runtime.engine.loop import Message, Parcel
-from stageline.runtime.optimizers.late_clipping import Norms
-from stageline.runtime.optimizers.speculation import norms_for
-from stageline.schedules.action import Action
+from torch import Tensor
+
+from stageline.runtime.engine.minibatch import Message, MessageKey
+from stageline.schedules.action import Action, Kind
 from stageline.schedules.placement import Placement
 
+Numbers = dict[int, Tensor]
 
-class Stopped(Exception):  # noqa: N818  no error of its own: another rank failed
+
+class RankStopped(Exception):  # noqa: N818  it is no error of this rank's: another one failed
     """Raised in a rank that waits for a message that will not come."""
 
 
 class Mailbox:
-    """What was sent to one rank and not yet taken. State: the queue, and what came out of turn.
+    """The messages for one rank. State: the queue, and what came before it was asked for.
 
     Each rank has its own, so that a message wakes the one thread that may wait for it.
     """
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Parcel, Message] | None] = SimpleQueue()
-        self.early: dict[Parcel, Message] = {}
+        self.queue: SimpleQueue[tuple[MessageKey, Message] | None] = SimpleQueue()
+        self.early: dict[MessageKey, Message] = {}
 
-    def put(self, parcel: Parcel, message: Message) -> None:
-        self.queue.put((parcel, message))
+    def put(self, key: MessageKey, message: Message) -> None:
+        self.queue.put((key, message))
 
-    def take(self, parcel: Parcel) -> Message:
-        """Wait for a message; raises `Stopped` once the mailbox is closed."""
-        while parcel not in self.early:
+    def take(self, key: MessageKey) -> Message:
+        """Wait for a message; raise `RankStopped` once the mailbox is closed."""
+        while key not in self.early:
             found = self.queue.get()
             if found is None:
-                raise Stopped
+                raise RankStopped
             self.early[found[0]] = found[1]
-        return self.early.pop(parcel)
+        return self.early.pop(key)
 
     def close(self) -> None:
         """Wake the rank if it waits: nothing more will come."""
         self.queue.put(None)
 
 
-class Poll:
-    """The norms that ranks tell. State: those of mini-batches that some have not told yet."""
+class Meetings:
+    """Numbers that all ranks exchange. State: those of meetings that are not complete."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.told: dict[int, list[Norms]] = {}
+        self.brought: dict[tuple[int, Kind], list[Mapping[int, Tensor]]] = {}
         self.lock = Lock()
 
-    def tell(self, minibatch: int, norms: Norms) -> Norms | None:
-        """Those of all ranks, to the last one that tells."""
+    def join(self, key: MessageKey, numbers: Mapping[int, Tensor]) -> Numbers | None:
+        """Return the numbers of all ranks to the last one that joins, and None to the others."""
+        meeting = key[0], key[1].kind
         with self.lock:
-            told = self.told.setdefault(minibatch, [])
-            told.append(norms)
-            if len(told) < self.num_ranks:
+            brought = self.brought.setdefault(meeting, [])
+            brought.append(numbers)
+            if len(brought) < self.num_ranks:
                 return None
-            del self.told[minibatch]
-        return {number: norm for each in told for number, norm in each.items()}
+            del self.brought[meeting]
+        return {number: value for each in brought for number, value in each.items()}
+
+    def answers(self, key: MessageKey, everyone: Numbers) -> list[tuple[MessageKey, Message]]:
+        """Return the message to each rank."""
+        position, action = key
+        message = Message(everyone, 0.0)
+        return [((position, Action(r, action.kind)), message) for r in range(self.num_ranks)]
 
 
 class PostOffice:
@@ -68,25 +78,24 @@ class PostOffice:
     def __init__(self, placement: Placement, num_ranks: int) -> None:
         self.placement = placement
         self.mailboxes = [Mailbox() for _ in range(num_ranks)]
-        self.poll = Poll(num_ranks)
+        self.meetings = Meetings(num_ranks)
         self.is_closed = False
 
-    def send(self, parcel: Parcel, message: Message) -> None:
-        """Raises `Stopped` once it is closed: a rank that only sends must stop as well."""
+    def send(self, key: MessageKey, message: Message) -> None:
+        """Raise `RankStopped` once it is closed: a rank that only sends must stop as well."""
         if self.is_closed:
-            raise Stopped
-        self.mailboxes[self.placement[parcel[1].peer]].put(parcel, message)
+            raise RankStopped
+        self.mailboxes[self.placement[key[1].peer]].put(key, message)
 
     def expect(self, minibatch: int, receive: Action) -> None:
-        """A mailbox takes what comes."""
+        """Do nothing: a mailbox takes what comes."""
 
-    def reduce(self, stage: int) -> None:
-        """There is one replica."""
-
-    def tell(self, rank: int, minibatch: int, norms: Norms) -> None:  # noqa: ARG002  counted
-        if everywhere := self.poll.tell(minibatch, norms):
-            for other, mailbox in enumerate(self.mailboxes):
-                mailbox.put((minibatch, norms_for(other)), Message(everywhere, 0.0))
+    def meet(self, rank: int, key: MessageKey, numbers: Mapping[int, Tensor]) -> None:  # noqa: ARG002
+        everyone = self.meetings.join(key, numbers)
+        if everyone is not None:
+            answers = self.meetings.answers(key, everyone)
+            for mailbox, (own_key, message) in zip(self.mailboxes, answers, strict=True):
+                mailbox.put(own_key, message)
 
     def close(self) -> None:
         self.is_closed = True

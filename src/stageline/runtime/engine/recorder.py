@@ -1,73 +1,141 @@
-"""From the moments that ranks noted during a step to a timeline, with the reasons of idle time."""
+"""A recorder of when each action ran, and the timeline that it makes, with reasons of idle time."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any, NamedTuple
 
 from stageline.costs import Costs
-from stageline.report.measures.idle import Idle
+from stageline.errors import ModelError
+from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
-from stageline.runtime.engine.loop import Moment, Purpose, Trace
+from stageline.runtime.backends.backend import Collectives
+from stageline.runtime.backends.processes.clock import SHIFT
+from stageline.runtime.engine.minibatch import Purpose, RecordedAction
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.program.stream import Period, at
+from stageline.schedules.program.stream import Period, action_at
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
-Rows = Sequence[Sequence[Moment]]  # by rank
+Rows = Sequence[Sequence[RecordedAction]]  # by rank
 
 
-def fill(timeline: Timeline, trace: Trace, schedule: Schedule, period: Period) -> None:
-    """Give a timeline what was measured, in milliseconds."""
-    rows = [_in_milliseconds(trace, rank) for rank in range(schedule.num_ranks)]
-    is_stream = schedule.is_stream or trace.num_minibatches > 1
-    named = _named(period) if is_stream else _as_it_is
-    spans = tuple(tuple(Span(named(m), m.start, m.end) for m in row) for row in rows)
-    object.__setattr__(timeline, "spans", spans)
-    object.__setattr__(timeline, "name", f"{schedule.name}, measured in ms")
-    if trace.purpose is Purpose.TRAIN and not is_stream:
-        object.__setattr__(timeline, "idle", _idle(rows, _that_ran(schedule, trace), timeline))
+class Recording(NamedTuple):
+    """The times of a step or a stream."""
+
+    times: dict[int, list[RecordedAction]]  # by rank
+    purpose: Purpose
+    num_microbatches: int
+    num_minibatches: int
+    period: Period
 
 
-def leave_empty(timeline: Timeline, num_ranks: int) -> None:
-    """Of a block in which nothing ran."""
-    object.__setattr__(timeline, "spans", ((),) * num_ranks)
+class Recorder:
+    """Records the last step of a `with pipe.trace()` block; its `timeline` exists after it."""
 
+    def __init__(self) -> None:
+        self.recording: Recording | None = None  # the last one in the block
+        self._timeline: Timeline | None = None
 
-def _as_it_is(moment: Moment) -> Action:
-    return moment.action
+    @property
+    def timeline(self) -> Timeline:
+        """Return the measured timeline, in ms."""
+        if self._timeline is None:
+            raise ModelError("the trace is not over: read its timeline after the `with` block")
+        return self._timeline
 
+    def finish(
+        self, schedule: Schedule, balance: tuple[int, ...], collectives: Collectives
+    ) -> None:
+        """Make the timeline of what was recorded on all ranks."""
+        recording = self.recording
+        if recording is None:
+            spans: Any = ((),) * schedule.num_ranks
+            self._timeline = Timeline(spans, schedule.placement, balance=balance)
+            return
+        recording = recording._replace(times=_gathered(recording.times, collectives))
+        self._timeline = timeline_of(recording, schedule, balance)
 
-def _named(period: Period) -> Callable[[Moment], Action]:
-    """By their numbers in the stream, with versions of weights."""
-    beats = {beat.action: beat for row in period.rows for beat in row}
-    return lambda moment: at(beats[moment.action], moment.minibatch, period.num_microbatches)
-
-
-def _in_milliseconds(trace: Trace, rank: int) -> list[Moment]:
-    began = min((row[0].asked for row in trace.moments.values() if row), default=0.0)
-    return [
-        moment._replace(
-            asked=1e3 * (moment.asked - began),
-            sent=1e3 * (moment.sent - began),
-            start=1e3 * (moment.start - began),
-            end=1e3 * (moment.end - began),
+    def __getattr__(self, name: str) -> Any:
+        """Read the timeline's attributes, as a trace's own were in version 0.1."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        warnings.warn(
+            f"reading {name!r} of a trace is deprecated: use trace.timeline.{name}",
+            DeprecationWarning,
+            stacklevel=2,
         )
-        for moment in trace.moments.get(rank, [])
+        return getattr(self.timeline, name)
+
+    def __str__(self) -> str:
+        return str(self.timeline)
+
+
+def timeline_of(recording: Recording, schedule: Schedule, balance: tuple[int, ...]) -> Timeline:
+    """Return a timeline in milliseconds."""
+    rows = [_in_milliseconds(recording, rank) for rank in range(schedule.num_ranks)]
+    is_stream = schedule.is_stream or recording.num_minibatches > 1
+    named = _named(recording.period) if is_stream else _unnamed
+    spans = tuple(tuple(Span(named(m), m.start, m.end) for m in row) for row in rows)
+    name = f"{schedule.name}, measured in ms"
+    timeline = Timeline(spans, schedule.placement, name=name, balance=balance)
+    if recording.purpose is not Purpose.TRAIN or is_stream:
+        return timeline
+    return replace(timeline, idle=_idle(rows, _that_ran(schedule, recording), timeline))
+
+
+def _gathered(
+    own: dict[int, list[RecordedAction]], collectives: Collectives
+) -> dict[int, list[RecordedAction]]:
+    """Return the times of all ranks, by a clock that all processes have."""
+    shifted = {rank: [_shifted(time, SHIFT) for time in row] for rank, row in own.items()}
+    found = [pair for each in collectives.gather(shifted, "a trace") for pair in each.items()]
+    return {rank: [_shifted(time, -SHIFT) for time in row] for rank, row in found}
+
+
+def _shifted(time: RecordedAction, by: float) -> RecordedAction:
+    """Shift all times of an action; 0.0 for `sent` means that nothing was sent."""
+    action, asked, sent, start, end, minibatch = time
+    sent = sent + by if sent else 0.0
+    return RecordedAction(action, asked + by, sent, start + by, end + by, minibatch)
+
+
+def _unnamed(time: RecordedAction) -> Action:
+    return time.action
+
+
+def _named(period: Period) -> Callable[[RecordedAction], Action]:
+    """Name actions by their numbers in the stream, with versions of weights."""
+    entries = {entry.action: entry for row in period.rows for entry in row}
+    return lambda time: action_at(entries[time.action], time.minibatch, period.num_microbatches)
+
+
+def _in_milliseconds(recording: Recording, rank: int) -> list[RecordedAction]:
+    began = min((row[0].asked for row in recording.times.values() if row), default=0.0)
+    return [
+        time._replace(
+            asked=1e3 * (time.asked - began),
+            sent=1e3 * (time.sent - began),
+            start=1e3 * (time.start - began),
+            end=1e3 * (time.end - began),
+        )
+        for time in recording.times.get(rank, [])
     ]
 
 
-def _that_ran(schedule: Schedule, trace: Trace) -> Schedule:
-    """Without the micro-batches that a small batch has left out."""
-    last = trace.num_microbatches
+def _that_ran(schedule: Schedule, recording: Recording) -> Schedule:
+    """Return the schedule without the micro-batches that a small batch has left out."""
+    last = recording.num_microbatches
     rows = (tuple(a for a in row if a.microbatch < last) for row in schedule.actions)
     return replace(schedule, actions=tuple(rows))
 
 
 def _idle(rows: Rows, schedule: Schedule, timeline: Timeline) -> tuple[Idle, ...]:
-    """All stages as long as their mean would leave the bubble; the rest of waiting is imbalance."""
+    """Attribute idle time: stages of equal length would leave the bubble, the rest is imbalance."""
     even = simulate(schedule, _even_costs(rows))
     found = []
     for row, busy, even_busy in zip(rows, timeline.busy, even.busy, strict=True):
@@ -79,27 +147,27 @@ def _idle(rows: Rows, schedule: Schedule, timeline: Timeline) -> tuple[Idle, ...
 
 
 def _even_costs(rows: Rows) -> Costs:
-    """One time for each kind of action, on all stages and micro-batches; B is I and W at once."""
+    """Return one time for each kind of action, on all stages; B is I and W at once."""
     totals: dict[Kind, dict[object, float]] = {}
     for row in rows:
-        for moment in row:  # an action that is recomputed has two moments
-            kind = totals.setdefault(moment.action.kind, {})
-            kind[moment.action] = kind.get(moment.action, 0.0) + moment.end - moment.start
+        for time in row:  # an action that is recomputed has two times
+            kind = totals.setdefault(time.action.kind, {})
+            kind[time.action] = kind.get(time.action, 0.0) + time.end - time.start
     mean = {kind: fmean(times.values()) for kind, times in totals.items()}
     backward = mean.get(Kind.B, 0.0) / 2
     return Costs(mean[Kind.F], mean.get(Kind.I, backward), mean.get(Kind.W, backward))
 
 
-def _host(row: Iterable[Moment]) -> float:
-    """Between the end of an action and the next, but for waiting."""
+def _host(row: Iterable[RecordedAction]) -> float:
+    """Return the time between the end of an action and the next, but for waiting."""
     host, free = 0.0, 0.0
-    for moment in row:
-        has_waited = moment.sent > moment.asked
-        host += (moment.asked if has_waited else moment.start) - free
-        free = moment.end
+    for time in row:
+        has_waited = time.sent > time.asked
+        host += (time.asked if has_waited else time.start) - free
+        free = time.end
     return host
 
 
-def _transfer(row: Iterable[Moment]) -> float:
-    """From when the last message that an action needed was sent to when it began."""
-    return sum(moment.start - moment.sent for moment in row if moment.sent > moment.asked)
+def _transfer(row: Iterable[RecordedAction]) -> float:
+    """Return the time from when the last message that an action needed was sent to its start."""
+    return sum(time.start - time.sent for time in row if time.sent > time.asked)

@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stageline.model.layers import INPUT, Value
-from stageline.runtime.engine.stage import Stage
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.edges import Routes
-from stageline.schedules.program.stream import Beat, Period
+from stageline.schedules.program.stream import Period, PeriodEntry
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
@@ -25,12 +25,11 @@ class Task(NamedTuple):
     """One action of a rank's program, with all that is known of it before the data."""
 
     action: Action
-    stage: Stage | None  # of what computes
     awaits: tuple[tuple[Action, bool], ...]  # messages, and whether they come from another rank
     gives: tuple[tuple[Action, bool, tuple[Value, ...]], ...]  # and what of its values goes there
     in_halves: bool  # the backward of this micro-batch comes as I and W
     waits: bool  # between this forward and its backward the rank does something else
-    ahead: Beat | None  # the backward that is next, if one is
+    ahead: PeriodEntry | None  # the backward that is next, if one is
     lag: int  # how many mini-batches its own came before the one that begins the segment
     version: int  # of the weights, relative to the number of its mini-batch
     depth: int  # how many versions before the one that a step makes are still in use after it
@@ -54,7 +53,6 @@ def tasks_of(period: Period, stages: Sequence[Stage]) -> tuple[tuple[Task, ...],
             tuple(
                 Task(
                     beat.action,
-                    stages[beat.action.stage] if beat in following else None,
                     _awaits(period.routes, beat.action, contents),
                     _gives(period.routes, beat.action, contents),
                     (beat.action.stage, beat.action.microbatch) in in_halves,
@@ -72,7 +70,7 @@ def tasks_of(period: Period, stages: Sequence[Stage]) -> tuple[tuple[Task, ...],
     return tuple(rows)
 
 
-def depth(row: Sequence[Beat], position: int) -> int:
+def depth(row: Sequence[PeriodEntry], position: int) -> int:
     """How many older versions than the one that is made here are still used after it.
 
     What stands further on in the row uses its weights in this segment; all others not before the
@@ -117,7 +115,7 @@ def _readers(stages: Sequence[Stage]) -> dict[Value, list[int]]:
     return readers
 
 
-def _without_empty(row: Sequence[Beat], contents: Contents) -> list[Beat]:
+def _without_empty(row: Sequence[PeriodEntry], contents: Contents) -> list[PeriodEntry]:
     """Leave out messages that have no content: an edge may be there for one direction only."""
     return [beat for beat in row if _is_needed(beat.action, contents)]
 
@@ -160,7 +158,7 @@ def _gives(
     )
 
 
-def _waits(beat: Beat, following: Beat | None) -> bool:
+def _waits(beat: PeriodEntry, following: PeriodEntry | None) -> bool:
     """Whether what this forward keeps is not needed at once."""
     action = beat.action
     is_next = (
@@ -172,7 +170,7 @@ def _waits(beat: Beat, following: Beat | None) -> bool:
     return action.kind is Kind.F and not is_next
 
 
-def _ahead(following: Beat | None) -> Beat | None:
+def _ahead(following: PeriodEntry | None) -> PeriodEntry | None:
     is_backward = following is not None and following.action.kind in (Kind.B, Kind.I)
     return following if is_backward else None
 

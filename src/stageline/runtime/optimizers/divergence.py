@@ -1,7 +1,8 @@
-"""A watch on asynchronous training: gradients of old weights can drive weights apart.
+"""Warn if asynchronous training seems to diverge: it uses gradients of old weights.
 
-The papers have none. Here the loss and the size of every stage's updates are held against what they
-were: a warning comes when one is not finite, or far above its usual size, or a step was left out.
+The papers have no such check. Here the loss and the norm of the updates are compared with those of
+earlier steps: a warning is given if one is not finite or far above its median, or if a step was
+skipped.
 """
 
 from __future__ import annotations
@@ -11,75 +12,75 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from stageline.runtime.backends.processes.collectives import Told
+from stageline.runtime.batches.result import Results
 
 # Chosen on 200 trainings of 120 steps: MLPs, a small GPT and ResNet, SGD with and without
 # momentum, AdamW and RMSprop, warm-ups and none, batches of 1 to 16, learning rates from low to
 # absurd. Then tried on 120 others. Of these the loss of 22 came to 100 times its first value: 20
-# were told of, at most 4 steps later; the other two blew up within the first five steps, before
-# there is a median, and are not seen. None of the 98 others was warned of. On the 200, with 10
-# times the present median of each stage, 30 of 166 that did not diverge for good were: it falls
-# as training goes on, and then one hard sample is far above it, or it is next to nothing where
-# weights hardly move.
-MEMORY = 20  # steps that a median is taken of
-FEW = 5  # steps that it needs
-FAR = 20.0
+# caused a warning, at most 4 steps later; the other two diverged within the first five steps, when
+# there is no median yet, and are not detected. None of the 98 others caused a warning. On the 200,
+# with a limit of 10 times the current median of each stage, 30 of 166 that did not diverge for good
+# caused one: the median falls as training proceeds, and then one hard sample is far above it, or it
+# is almost 0 where weights hardly change.
+WINDOW = 20  # steps of the median
+MIN_STEPS = 5  # that the median needs
+FACTOR = 20.0
 
 
 @dataclass
-class Usual:
-    """The size of something. State: its last values, and the largest median that they had."""
+class MedianLimit:
+    """Detects outliers. State: the last values, and the largest median that they had."""
 
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    size: float = 0.0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    largest: float = 0.0
 
-    def take(self, what: str, value: float) -> str | None:
-        """Whether it is far above the values before it, in words."""
-        if len(self.last) >= FEW:
-            self.size = max(self.size, median(self.last))
+    def check(self, what: str, value: float) -> str | None:
+        """Add a value; return a text if it is far above the values before it."""
+        if len(self.last) >= MIN_STEPS:
+            self.largest = max(self.largest, median(self.last))
         self.last.append(abs(value))
-        if not 0.0 < self.size * FAR < value:
+        if not 0.0 < self.largest * FACTOR < value:
             return None
-        return f"{what} is {value:.3g}, against {self.size:.3g} in the median of steps before"
+        return f"{what} is {value:.3g}, but the median of earlier steps was {self.largest:.3g}"
 
 
-class Guard:
-    """State: what is usual, and whether a warning was given."""
+class DivergenceMonitor:
+    """Checks each step. State: medians of loss and norm, and whether a warning was given."""
 
     def __init__(self) -> None:
-        self.loss = Usual()
-        self.norm = Usual()
+        self.loss = MedianLimit()
+        self.norm = MedianLimit()
         self.has_warned = False
 
-    def look(self, number: int, told: Told) -> str | None:
-        """What is wrong with a step, said once."""
-        found = self._skipped(told) or self._loss(told) or self._norm(told)
+    def check(self, number: int, results: Results) -> str | None:
+        """Return a warning for the first step that is suspicious, and None for all others."""
+        found = self._skipped(results) or self._loss(results) or self._norm(results)
         if found is None or self.has_warned:
             return None
         self.has_warned = True
         return (
-            f"step {number}: {found}; training may diverge, as gradients of old weights make it "
-            "more prone to: use a smaller learning rate, or a synchronous schedule"
+            f"step {number}: {found}; training may diverge, which is more likely with gradients of "
+            "old weights: use a smaller learning rate, or a synchronous schedule"
         )
 
-    def _skipped(self, told: Told) -> str | None:
-        stages = [str(stage) for stage, update in told.updates.items() if update.is_skipped]
+    def _skipped(self, results: Results) -> str | None:
+        stages = [str(stage) for stage, update in results.updates.items() if update.is_skipped]
         if not stages:
             return None
         which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(stages)}"
-        return f"gradients are not finite on {which}, where the step was left out"
+        return f"gradients are not finite on {which}, where the step was skipped"
 
-    def _loss(self, told: Told) -> str | None:
-        loss = math.fsum(float(loss) * weight for loss, weight in told.losses)
+    def _loss(self, results: Results) -> str | None:
+        loss = math.fsum(float(loss) * weight for loss, weight in results.losses)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        return self.loss.take("the loss", loss)
+        return self.loss.check("the loss", loss)
 
-    def _norm(self, told: Told) -> str | None:
-        """Of all stages together."""
-        norms = {stage: each.norm for stage, each in told.updates.items() if not each.is_skipped}
+    def _norm(self, results: Results) -> str | None:
+        """Check the norm of the updates of all stages together."""
+        norms = {stage: each.norm for stage, each in results.updates.items() if not each.is_skipped}
         if not norms:
             return None
         most = max(norms, key=lambda stage: norms[stage])
-        what = f"the update of the weights, most of it on stage {most},"
-        return self.norm.take(what, math.hypot(*norms.values()))
+        what = f"the norm of the update, which is largest on stage {most},"
+        return self.norm.check(what, math.hypot(*norms.values()))

@@ -1,8 +1,8 @@
-"""How far a rank can go on weights that may turn out to be wrong, and what it takes to repeat that.
+"""How far a rank can run on weights that may turn out to be wrong, and what to repeat then.
 
-Forwards can be repeated: nothing but messages has left the rank. Whoever repeats its own sends its
-messages again, and everyone repeats: so messages of a first time that were not taken yet are in the
-way of those of the second, and are taken and dropped.
+Forwards can be repeated: nothing but messages has left the rank. A rank that repeats its forwards
+sends their messages again, and all ranks repeat theirs. So messages of the first attempt that were
+not taken yet would be in the way of those of the second: they are taken and dropped.
 """
 
 from __future__ import annotations
@@ -17,40 +17,33 @@ GRADIENTS = (Kind.B, Kind.I, Kind.W)
 SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
-class OwnAhead(NamedTuple):
-    """Of one rank."""
+class RankSpeculation(NamedTuple):
+    """The tasks of one rank, by whether they can be repeated."""
 
     stages: tuple[int, ...]
-    first: tuple[Task, ...]  # what it may run on weights that are a guess
+    first: tuple[Task, ...]  # may run on guessed weights
     rest: tuple[Task, ...]
-    # messages that it may be sent a second time before it took them: the receive, its send, and
-    # whether it is asked for among the first
+    # messages that may be sent a second time before they were taken: the receive, its send, and
+    # whether the receive is among the first
     stale: tuple[tuple[Action, Action, bool], ...]
 
 
-class Ahead(NamedTuple):
+class Speculation(NamedTuple):
     """What can be repeated, if weights turn out to be wrong."""
 
-    by_rank: tuple[OwnAhead, ...]
+    by_rank: tuple[RankSpeculation, ...]
     messages: frozenset[Action]  # that are sent again then
 
     def second(self, action: Action) -> Action:
-        """The name of a message that is sent again, or of what asks for it."""
+        """Return the name of a message, or of its receive, in the second attempt."""
         send = sent_as(action) if action.kind in SENDS else action
         return action._replace(version=1) if send in self.messages else action
 
 
-Naming = Callable[[Action], Action]
+def speculation(tasks: Sequence[Sequence[Task]]) -> Speculation:
+    """Find the forwards up to the first gradient, or to the first that needs another message.
 
-
-def as_it_is(action: Action) -> Action:
-    return action
-
-
-def ahead(tasks: Sequence[Sequence[Task]]) -> Ahead:
-    """Forwards up to the first gradient, or to the first that needs what is not among them.
-
-    So whoever repeats its forwards is sent again all that they need.
+    So a rank that repeats its forwards is sent again all that they need.
     """
     lengths = [_up_to(row, lambda task: task.action.kind in GRADIENTS) for row in tasks]
     while True:
@@ -72,10 +65,13 @@ def ahead(tasks: Sequence[Sequence[Task]]) -> Ahead:
             break
         lengths = shorter
     pairs = zip(tasks, lengths, strict=True)
-    return Ahead(tuple(_own_ahead(row, length, messages) for row, length in pairs), messages)
+    by_rank = tuple(_rank_speculation(row, length, messages) for row, length in pairs)
+    return Speculation(by_rank, messages)
 
 
-def _own_ahead(row: Sequence[Task], length: int, messages: frozenset[Action]) -> OwnAhead:
+def _rank_speculation(
+    row: Sequence[Task], length: int, messages: frozenset[Action]
+) -> RankSpeculation:
     def is_late(task: Task) -> bool:
         return task.action.kind in SENDS and sent_as(task.action) not in messages
 
@@ -91,7 +87,7 @@ def _own_ahead(row: Sequence[Task], length: int, messages: frozenset[Action]) ->
         and sent_as(task.action) not in taken
     )
     stages = tuple(sorted({task.action.stage for task in row}))
-    return OwnAhead(stages, first, late + tuple(row[length:]), tuple(stale))
+    return RankSpeculation(stages, first, late + tuple(row[length:]), tuple(stale))
 
 
 def _up_to(row: Sequence[Task], is_end: Callable[[Task], bool]) -> int:
@@ -99,10 +95,5 @@ def _up_to(row: Sequence[Task], is_end: Callable[[Task], bool]) -> int:
 
 
 def sent_as(receive: Action) -> Action:
-    """The send of the message that a receive asks for."""
+    """Return the send of the message that a receive asks for."""
     return Action(receive.peer, SENDS[receive.kind], receive.microbatch, receive.stage)
-
-
-def norms_for(rank: int) -> Action:
-    """The name of the message with the norms of all ranks."""
-    return Action(rank, Kind.STEP)

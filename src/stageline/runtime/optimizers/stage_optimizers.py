@@ -1,8 +1,8 @@
-"""Optimizers that the pipeline owns: one for each stage, which steps when its gradients are there.
+"""Optimizers that the pipeline owns: one for each stage, stepped when its gradients are complete.
 
-A stage whose gradients are not finite leaves its step out, and says so. Nobody else may step these
-optimizers or change their options while mini-batches are on their way: stages are at different
-steps then.
+A stage whose gradients are not finite skips its step, and the result says so. Nobody else may step
+these optimizers or change their options while mini-batches are on their way: stages are at
+different steps then.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.weight_aliases import Unchanged
 from stageline.runtime.optimizers.undo import check_undoable
+from stageline.runtime.placement.layout import Layout
+from stageline.torch_private import mark_as_stepped
 
 if TYPE_CHECKING:
-    from stageline.runtime.engine.loop import Step
-    from stageline.runtime.engine.stage import Stage
-    from stageline.runtime.exactness.batch_norm import Seen
-    from stageline.runtime.optimizers.late_clipping import LateClipping
     from stageline.runtime.optimizers.weight_versions import Versions
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
-Options = list[dict[str, Any]]  # by parameter group
+OptimizerFunction = Callable[[list[nn.Parameter]], Optimizer]
+SchedulerFunction = Callable[[Optimizer], LRScheduler]
+GroupOptions = list[dict[str, Any]]  # by parameter group
 # what schedulers and people change; in others some optimizers keep counts of their own
 WATCHED = ("lr", "momentum", "betas", "weight_decay")
 
@@ -49,173 +46,156 @@ class Update(NamedTuple):
 
 @dataclass
 class StageOptimizer:
-    """Of one stage. State: the options that its groups have as far as we know."""
+    """The optimizer of one stage. State: the options that its groups should have."""
 
     optimizer: Optimizer
     scheduler: LRScheduler | None
-    known: Options
+    known: GroupOptions
 
     @staticmethod
     def of(
         parameters: Iterable[nn.Parameter],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
+        optimizer_fn: OptimizerFunction,
+        scheduler_fn: SchedulerFunction | None,
     ) -> StageOptimizer | None:
-        """None for a stage that has nothing to train."""
+        """Return None for a stage that has nothing to train."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return None
-        optimizer = make_optimizer(trained)
+        optimizer = optimizer_fn(trained)
         if not isinstance(optimizer, Optimizer):
             raise ModelError(
-                f"optimizer gave {optimizer!r} for the parameters of a stage, but has to be a "
-                "function that makes an optimizer: optimizer=lambda params: SGD(params, lr=0.1)"
+                f"optimizer_fn returned {optimizer!r} for the parameters of a stage, but has to "
+                "return an optimizer: optimizer_fn=lambda params: SGD(params, lr=0.1)"
             )
-        scheduler = make_scheduler(optimizer) if make_scheduler else None
-        return StageOptimizer(optimizer, scheduler, options_of(optimizer))
+        scheduler = scheduler_fn(optimizer) if scheduler_fn else None
+        return StageOptimizer(optimizer, scheduler, group_options(optimizer))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def meddling(self) -> str | None:
-        """What someone else did to the options, in words."""
-        for old, new in zip(self.known, options_of(self.optimizer), strict=False):
+    def external_change(self) -> str | None:
+        """Return what someone else did to the options, in words, or None."""
+        for old, new in zip(self.known, group_options(self.optimizer), strict=False):
             for name, value in old.items():
                 if new.get(name) != value:
-                    return f"{name} went from {value} to {new.get(name)}"
+                    return f"{name} was changed from {value} to {new.get(name)}"
         return None
 
     def restore(self) -> None:
-        """Whatever somebody else did to them."""
+        """Undo external changes of the options."""
         for group, options in zip(self.optimizer.param_groups, self.known, strict=False):
             group.update(options)
 
     def after_step(self) -> None:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
-            # or torch warns of the wrong order if the very first step is left out
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+            # or torch warns of the wrong order if the very first step is skipped
+            mark_as_stepped(self.optimizer)
             self.restore()
             self.known = []  # the caller may look from another thread, while they change
             self.scheduler.step()
-            self.known = options_of(self.optimizer)
+            self.known = group_options(self.optimizer)
 
 
-def options_of(optimizer: Optimizer) -> Options:
+def group_options(optimizer: Optimizer) -> GroupOptions:
     return [
         {name: group[name] for name in WATCHED if isinstance(group.get(name), int | float | tuple)}
         for group in optimizer.param_groups
     ]
 
 
-class Stepper:
-    """State: the optimizers, and what others were seen to do to them."""
+class StageOptimizers:
+    """The optimizers of this process's stages. State: what others were seen to do to them."""
 
     def __init__(
-        self,
-        stages: list[Stage],
-        own: Mapping[int, StageOptimizer | None],
-        finish: Callable[[], None],
-        seen_by_replicas: Callable[[Seen], Seen],
-        *,
-        watches: bool,
+        self, own: Mapping[int, StageOptimizer | None], max_norm: float | None, *, measures: bool
     ) -> None:
-        self.stages, self.own = stages, own
-        self.finish, self.seen_by_replicas = finish, seen_by_replicas
-        self.watches = watches  # how much weights change
-        self.meddled: str | None = None
-        self.clipping: LateClipping | None = None  # if the norm of all gradients has a limit
+        self.own = own  # by stage; None if it has nothing to train
+        self.max_norm = math.inf if max_norm is None else max_norm
+        self.measures = measures  # how much weights change
+        self.change: str | None = None  # an external change, in words
         self.at_work: set[Optimizer] = set()
-        self.unchanged: dict[int, Unchanged] = {}  # by stage, in a stream
         self.release = weakref.finalize(self, self._refuse_others())
 
-    def step(self, number: int, depth: int, step: Step) -> Update:
-        """In a stream: all gradients of a mini-batch are there, on this stage."""
-        self.begin_late((number,), step)
-        if number in self.unchanged:
-            self.unchanged[number].check()
-        update = self._step(self.own[number], self.stages[number].versions, depth)
-        self._keep_watch(number)
-        return update
+    @staticmethod
+    def of(
+        layout: Layout,
+        optimizer_fn: OptimizerFunction,
+        scheduler_fn: SchedulerFunction | None,
+        max_norm: float | None,
+        *,
+        measures: bool,
+    ) -> StageOptimizers:
+        """Make an optimizer for each stage here, on the weights that no earlier stage has."""
+        own: dict[int, StageOptimizer | None] = {}
+        taken: set[nn.Parameter] = set()
+        for stage, numbers in enumerate(layout.stages):
+            if layout.is_here(numbers[0]):
+                fresh = [p for p in layout.stage_parameters(stage) if p not in taken]
+                taken |= set(fresh)
+                own[stage] = StageOptimizer.of(fresh, optimizer_fn, scheduler_fn)
+        return StageOptimizers(own, max_norm, measures=measures)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        return tuple(own.optimizer for own in self.own.values() if own is not None)
 
     @property
     def schedulers(self) -> list[LRScheduler]:
         return [own.scheduler for own in self.own.values() if own and own.scheduler]
 
+    def parameters_of(self, stages: Iterable[int]) -> list[nn.Parameter]:
+        own = (self.own.get(stage) for stage in stages)
+        return [parameter for each in own if each for parameter in each.parameters]
+
     @property
     def is_undoable(self) -> bool:
-        """Whether a step of every optimizer here can be taken back."""
+        """Return whether a step of every optimizer here can be taken back."""
         try:
-            for own in self.own.values():
-                if own is not None:
-                    check_undoable(own.optimizer)
+            for optimizer in self.optimizers:
+                check_undoable(optimizer)
         except ModelError:
             return False
         return True
 
-    def begin_late(self, numbers: Iterable[int], step: Step) -> None:
-        """Gradients are those of all replicas now, and so are statistics; options are ours."""
-        self.finish()
-        for number in numbers:
-            stage, own = self.stages[number], self.own[number]
-            stage.at_work = "optimizer"
-            stage.statistics.update(step.number, self.seen_by_replicas)
+    def begin(self) -> None:
+        """Begin a stream: from now on nobody else may change the options."""
+        self.change = None
+        for own in self.own.values():
             if own is not None:
-                self._look_for_meddling(number, own)
+                own.known = group_options(own.optimizer)
+
+    def end(self) -> None:
+        """End a stream: options that someone else changed, and was told so, are restored."""
+        for own in self.own.values():
+            if own is not None and self.change is not None:
                 own.restore()
 
-    def step_now(self, number: int) -> Update:
-        """Between two mini-batches, when options may have changed."""
-        own = self.own[number]
-        if own is not None:
-            own.known = options_of(own.optimizer)
-        return self._step(own, None, 0)
-
-    def skip(self, number: int, norm: float) -> Update:
-        """Between two mini-batches: gradients are not finite, on this stage or elsewhere."""
-        own = self.own[number]
-        if own is not None:
-            own.after_step()
-        return Update(is_skipped=True, norm=norm)
-
     def check(self) -> None:
-        """Raise if somebody else changed an optimizer since the stream began."""
-        for number, own in self.own.items():
+        """Raise if someone else changed an optimizer since the stream began."""
+        for stage, own in self.own.items():
             if own is not None:
-                self._look_for_meddling(number, own)
-        if self.meddled is not None:
+                self._look_for_change(stage, own)
+        if self.change is not None:
             raise ModelError(
-                f"{self.meddled}, in the middle of a stream in which every stage is at another "
-                "step: give Pipeline a scheduler=, which steps with each stage, or change it "
+                f"{self.change}, in the middle of a stream in which every stage is at another "
+                "step: give Pipeline a scheduler_fn=, which steps with each stage, or change it "
                 "between two streams"
             )
 
-    def begin(self) -> None:
-        """A stream: from now on options are ours alone."""
-        self.meddled = None
-        for number, own in self.own.items():
-            if own is not None:
-                own.known = options_of(own.optimizer)
-                self._keep_watch(number)
+    def prepare(self, stage: int) -> None:
+        """Make sure that a stage's options are those that they should be."""
+        own = self.own[stage]
+        if own is not None:
+            self._look_for_change(stage, own)
+            own.restore()
 
-    def _keep_watch(self, number: int) -> None:
-        """On weights that hooks of the user's could change before the next step."""
-        if own := self.own[number]:
-            self.unchanged[number] = Unchanged(own.parameters)
-
-    def _look_for_meddling(self, number: int, own: StageOptimizer) -> None:
-        found = own.meddling()
-        if found and self.meddled is None:
-            self.meddled = f"{found} on stage {number}"
-
-    def end(self) -> None:
-        """Of a stream: options that somebody else changed, and was told so, are what they were."""
-        for own in self.own.values():
-            if own is not None and self.meddled is not None:
-                own.restore()
-
-    def _step(self, own: StageOptimizer | None, versions: Versions | None, depth: int) -> Update:
+    def step(self, stage: int, depth: int, versions: Versions | None) -> Update:
+        """Step a stage's optimizer; `depth` older versions of its weights stay in use."""
+        self.prepare(stage)
+        own = self.own[stage]
         if own is None:
             return Update(is_skipped=False, norm=0.0)
         parameters = own.parameters
@@ -223,7 +203,7 @@ class Stepper:
         norm = float(get_total_norm(gradients)) if gradients else 0.0
         is_finite = math.isfinite(norm)
         if is_finite:
-            before = [p.data if depth else p.data.clone() for p in parameters if self.watches]
+            before = [p.data if depth else p.data.clone() for p in parameters if self.measures]
             if versions is not None:
                 versions.begin_step(depth)
             with self.stepping(own.optimizer):
@@ -236,16 +216,29 @@ class Stepper:
         own.after_step()
         return Update(not is_finite, norm)
 
+    def skip(self, stage: int, norm: float) -> Update:
+        """Skip a step: gradients are not finite, on this stage or elsewhere."""
+        own = self.own[stage]
+        if own is not None:
+            own.after_step()
+        return Update(is_skipped=True, norm=norm)
+
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Allow one of our own optimizers to step."""
         self.at_work.add(optimizer)
         try:
             yield
         finally:
             self.at_work.discard(optimizer)
 
+    def _look_for_change(self, stage: int, own: StageOptimizer) -> None:
+        found = own.external_change()
+        if found and self.change is None:
+            self.change = f"{found} on stage {stage}"
+
     def _refuse_others(self) -> Callable[[], None]:
-        """A hook before all steps of all optimizers, those of others too; gives what removes it."""
+        """Refuse steps of the caller's optimizers on our weights; return what ends that."""
         owned = {parameter for own in self.own.values() if own for parameter in own.parameters}
         at_work = self.at_work
 
@@ -257,14 +250,14 @@ class Stepper:
             ):
                 raise ModelError(
                     f"{type(optimizer).__name__}.step() was called for weights that the pipeline "
-                    "steps itself, when their gradients are complete: leave it out"
+                    "steps itself, when their gradients are complete: omit it"
                 )
 
         return register_optimizer_step_pre_hook(refuse).remove
 
 
 def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> float:
-    """Between two versions of weights, one at a time: their difference needs memory too."""
+    """Return the distance of two versions of weights, one at a time: differences need memory."""
     pairs = zip(parameters, before, strict=True)
     norms = [torch.linalg.vector_norm(new.detach() - old) for new, old in pairs]
     return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -1,16 +1,16 @@
-"""One step of an optimizer, taken back by arithmetic, without a copy of weights or state.
+"""Undo a step of an optimizer by arithmetic, without a copy of weights or state.
 
-    before = remember(optimizer)
+    before = prepare_undo(optimizer)
     optimizer.step()                  # ahead of the norm of all ranks' gradients
     if norm > max_norm:               # rarely
         undo(optimizer, before)       # while gradients are still those of the step
         scale gradients, then optimizer.step()
 
-So Zero Bubble hides the norm's journey around the ranks (post-validation, arXiv 2401.10241).
+Zero Bubble hides the latency of the global norm in this way (post-validation, arXiv 2401.10241).
 
-All of it happens in place, in the weights' own precision, one weight at a time. What comes back is
-off by what the step itself rounded away. Once the second step is made, 200,000 weights of up to 5
-differ from those of one step by 4.8e-7 at most in float32, 8.9e-16 in float64 and 3.1e-2 in
+Everything is computed in place, in the weights' own precision, one weight at a time. The result is
+off by what the step itself has rounded away. After the second step, 200,000 weights of up to 5
+differ from those of a single step by at most 4.8e-7 in float32, 8.9e-16 in float64 and 3.1e-2 in
 bfloat16. Temporaries in float64 change none of these.
 """
 
@@ -26,28 +26,29 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from stageline.errors import ModelError
-from stageline.runtime.optimizers.param_groups import options
+from stageline.runtime.optimizers.param_groups import group_options
+from stageline.torch_private import has_step_hooks
 
 
 @dataclass(frozen=True)
-class Before:
-    """What a step does not leave behind: by group its options, and the weights without a state."""
+class UndoRecord:
+    """What a step loses: the options of each group, and which weights had no state."""
 
     options: tuple[dict[str, Any], ...]
-    fresh: frozenset[Tensor]
+    without_state: frozenset[Tensor]
 
 
 def check_undoable(optimizer: Optimizer) -> None:
-    """Raises ModelError if a step with the present options and gradients could not be undone."""
+    """Raise `ModelError` if a step with the current options and gradients cannot be undone."""
     name = type(optimizer).__name__
     if type(optimizer) not in (SGD, Adam, AdamW):
         raise ModelError(
             f"the optimizer is {name}, but only steps of exactly SGD, Adam and AdamW of "
-            "torch.optim can be taken back: use one of them, or clip before the step"
+            "torch.optim can be undone: use one of them, or clip before the step"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
+    if has_step_hooks(optimizer):
         raise ModelError(
-            f"{name} has hooks on its step, and what they do cannot be taken back: "
+            f"{name} has hooks on its step, whose effects cannot be undone: "
             "remove them, or clip before the step"
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -56,27 +57,30 @@ def check_undoable(optimizer: Optimizer) -> None:
                 raise ModelError(f"group {number} of {name} {reason}, or clip before the step")
 
 
-def remember(optimizer: Optimizer) -> Before:
-    """Just before a step; a scheduler may change the options before the step is taken back."""
+def prepare_undo(optimizer: Optimizer) -> UndoRecord:
+    """Return the record that `undo` needs; call it just before the step.
+
+    The options are recorded because a scheduler may change them before the step is undone.
+    """
     check_undoable(optimizer)
     groups = optimizer.param_groups
     weights = (weight for group in groups for weight in group["params"])
-    return Before(
-        options=tuple(options(group) for group in groups),
-        fresh=frozenset(weight for weight in weights if not _has_state(optimizer, weight)),
+    return UndoRecord(
+        options=tuple(group_options(group) for group in groups),
+        without_state=frozenset(weight for weight in weights if not _has_state(optimizer, weight)),
     )
 
 
 @torch.no_grad()
-def undo(optimizer: Optimizer, before: Before) -> None:
-    """Take back the last step: gradients are those that it used."""
+def undo(optimizer: Optimizer, before: UndoRecord) -> None:
+    """Undo the last step; the gradients must still be those that it used."""
     for group, values in zip(optimizer.param_groups, before.options, strict=True):
         undo_one = _undo_sgd if _is_sgd(values) else _undo_adam
         for weight in group["params"]:
             if weight.grad is not None:
                 gradient = -weight.grad if values["maximize"] else weight.grad
                 undo_one(weight, gradient, optimizer.state.get(weight, {}), values)
-                if weight in before.fresh:
+                if weight in before.without_state:
                     optimizer.state.pop(weight, None)
 
 
@@ -91,7 +95,7 @@ def _undo_sgd(
             weight.add_(state["momentum_buffer"], alpha=rate * momentum)
         weight.add_(gradient, alpha=rate).div_(1 - rate * decay)
     if momentum:
-        # a small momentum makes errors large, but the next step makes them small again
+        # a small momentum amplifies rounding errors, but the next step reduces them again
         decayed = gradient.add(weight, alpha=decay) if decay else gradient
         state["momentum_buffer"].sub_(decayed, alpha=1 - values["dampening"]).div_(momentum)
 
@@ -111,17 +115,17 @@ def _undo_adam(
         weight.div_(1 - rate * decay)
     elif decay:
         gradient = gradient.add(weight, alpha=decay)
-    # the next step multiplies by beta: what it multiplies by zero need not come back
+    # the next step multiplies by beta, so with a beta of 0 nothing need be restored
     if betas[0]:
         mean.sub_(gradient, alpha=1 - betas[0]).div_(betas[0])
     if betas[1]:
-        # rounding may leave less than nothing, of which there is no root
+        # rounding may leave negative numbers, which have no square root
         square.addcmul_(gradient, gradient, value=betas[1] - 1).div_(betas[1]).clamp_(min=0)
     count.sub_(1)
 
 
 def _has_state(optimizer: Optimizer, weight: Tensor) -> bool:
-    """Checkpoints may bring a momentum of None, which is none."""
+    """Return whether a weight has state; a checkpoint may leave a momentum buffer of None."""
     return any(value is not None for value in optimizer.state.get(weight, {}).values())
 
 
@@ -130,7 +134,7 @@ def _is_sgd(group: Mapping[str, Any]) -> bool:
 
 
 def _loses_weights(group: Mapping[str, Any]) -> bool:
-    """Weights are multiplied by 1 - lr * weight_decay, unless the decay goes into a moment."""
+    """Return whether the step multiplies weights by 1 - lr * weight_decay = 0."""
     if _is_sgd(group):
         is_scaled = group["nesterov"] or not group["momentum"]
     else:
@@ -139,7 +143,7 @@ def _loses_weights(group: Mapping[str, Any]) -> bool:
 
 
 def _changes_gradients(group: Mapping[str, Any]) -> bool:
-    """With foreach, which is the default off the CPU, torch adds the momentum to p.grad itself."""
+    """Return whether torch adds the momentum to p.grad itself, as with foreach, the GPU default."""
     if not _is_sgd(group) or not group["nesterov"]:
         return False
     is_copied = group["weight_decay"] != 0 or group["maximize"] or group["fused"]
@@ -148,7 +152,7 @@ def _changes_gradients(group: Mapping[str, Any]) -> bool:
 
 
 def _does_not_step(group: Mapping[str, Any]) -> bool:
-    """Its kernel skips whole vectors of them: https://github.com/pytorch/pytorch/issues/191763"""
+    """Return whether torch's kernel skips weights: https://github.com/pytorch/pytorch/issues/191763"""
     weights = group["params"]
     is_half = any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in weights)
     return bool(_is_sgd(group) and group["fused"] and is_half)
@@ -157,30 +161,30 @@ def _does_not_step(group: Mapping[str, Any]) -> bool:
 REASONS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
         lambda group: group.get("amsgrad", False),
-        "has amsgrad=True, and what a maximum replaced cannot come back: use amsgrad=False",
+        "has amsgrad=True, whose maximum cannot be undone: use amsgrad=False",
     ),
     (
         lambda group: group["differentiable"],
-        "has differentiable=True, which keeps steps in a graph: use differentiable=False",
+        "has differentiable=True, which records steps in a graph: use differentiable=False",
     ),
     (
         _loses_weights,
-        "has lr * weight_decay = 1, which forgets what weights were: use less of either",
+        "has lr * weight_decay = 1, which sets weights to 0: use a smaller lr or weight_decay",
     ),
     (
         _changes_gradients,
-        "has nesterov=True and foreach, which changes gradients as it steps: use foreach=False",
+        "has nesterov=True and foreach, which changes the gradients: use foreach=False",
     ),
     (
         _does_not_step,
-        "has fused=True for 16 bits on the CPU, which torch 2.13 does not step: use fused=False",
+        "has fused=True for 16-bit weights on the CPU, which torch 2.13 skips: use fused=False",
     ),
     (
         lambda group: any(p.is_complex() for p in group["params"]),
-        "has complex weights, but only steps of real ones can be taken back: use real ones",
+        "has complex weights, but only steps of real weights can be undone: use real weights",
     ),
     (
         lambda group: any(p.grad is not None and p.grad.is_sparse for p in group["params"]),
-        "has sparse gradients, but only dense ones can be taken back: use sparse=False",
+        "has sparse gradients, but only steps with dense gradients can be undone: use sparse=False",
     ),
 )

@@ -1,12 +1,12 @@
-"""The versions of a stage's weights that micro-batches on their way still use.
+"""The versions of a stage's weights that micro-batches in flight still use.
 
-    version 5    the parameters' own memory, which the next step changes, unless …
-    version 4    memory that the parameters had before step 5, for as long as someone uses it
+    version 5    the parameters' own memory, which the next step changes
+    version 4    the memory that the parameters had before step 5, as long as it is in use
     version 3    …
 
-A version is copied on writing: a step whose weights are still in use moves the parameters to a copy
-and leaves the old memory behind. What computes with a version is given doubles of the parameters in
-its memory, so autograd's graphs hold on to the version, and not to what the parameters become.
+Versions are copied on write: a step whose weights are still in use moves the parameters to a copy
+and leaves the old memory as it is. Layers compute with doubles of the parameters, which share the
+memory of a version, so autograd's graphs refer to the version and not to the updated parameters.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.runtime.exactness.weight_aliases import (
-    data_of,
-    double_of,
-    hooked,
-    is_hooked,
+    apply_gradient_hooks,
+    make_alias,
+    plain_data,
     run_post_hooks,
 )
+from stageline.torch_private import has_gradient_hooks
 
-Use = tuple[int, nn.Parameter]  # a layer, and one of its weights
+Use = tuple[int, nn.Parameter]  # the number of a layer, and one of its weights
 
 
 class Version(NamedTuple):
-    """Doubles of all weights: by layer under their names in it, and by use.
+    """The doubles of all weights in one version: by layer and name, and by use.
 
     A weight with hooks has one double, under its first use: hooks see the sum of all uses in a
     micro-batch. `followed` are the weights whose doubles call their hooks.
@@ -44,7 +44,7 @@ class Version(NamedTuple):
 
 
 class Versions:
-    """State: the versions in use, and the gradients of the mini-batch whose step is next."""
+    """Keeps versions in use. State: these, and the gradients for the next step."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.names = {number: _names(module) for number, module in modules.items()}
@@ -54,23 +54,23 @@ class Versions:
         self.gradients: dict[Use, Tensor] = {}
 
     def of(self, version: int) -> dict[int, dict[str, Tensor]]:
-        """By layer, what takes the place of its weights, with the hooks that they have now."""
+        """Return the doubles that replace each layer's weights, with the weights' current hooks."""
         kept = self.kept[version]
         for (number, parameter), double in kept.by_use.items():
             if double.requires_grad != parameter.requires_grad:
                 double.requires_grad_(parameter.requires_grad)
-            if is_hooked(parameter) and parameter not in kept.followed:
+            if has_gradient_hooks(parameter) and parameter not in kept.followed:
                 if any(use[1] is parameter and use[0] != number for use in kept.by_use):
                     raise ModelError(
-                        "a hook was registered on a weight that several layers use, in the middle "
-                        "of a stream: register it before the stream begins"
+                        "a hook was registered on a weight that several layers use while a stream "
+                        "is running: register it before the stream begins"
                     )
                 self._follow(parameter, double, kept.followed)
         return kept.by_layer
 
     @contextmanager
     def gathering(self, version: int) -> Iterator[None]:
-        """Around a backward: autograd adds to what earlier micro-batches gave, of any version."""
+        """Enclose a backward, which adds to the gradients of earlier micro-batches."""
         doubles = self.kept[version].by_use
         for use, double in doubles.items():
             double.grad = self.gradients.get(use)
@@ -80,7 +80,7 @@ class Versions:
                 self.gradients[use], double.grad = double.grad, None
 
     def hand_over(self) -> None:
-        """What was gathered becomes the gradient; several uses of a weight in layer order."""
+        """Move the gradients to the parameters; add several uses of a weight in layer order."""
         for parameter in self.parameters:
             uses = (self.gradients.get((number, parameter)) for number in self.names)
             if found := [gradient for gradient in uses if gradient is not None]:
@@ -88,33 +88,33 @@ class Versions:
         self.gradients.clear()
 
     def begin_step(self, depth: int) -> None:
-        """The next step leaves `depth` older versions in use, one of them the latest if any."""
-        self._forget(depth)
+        """Prepare for a step; `depth` older versions, including the latest, stay in use."""
+        self._drop_unused(depth)
         if depth:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
 
     def end_step(self, depth: int) -> None:
-        """There is a new latest version, in the parameters' own memory."""
+        """Add the new latest version, which has the parameters' own memory."""
         self.latest += 1
         self.kept[self.latest] = self._doubles() if depth else self.kept.pop(self.latest - 1)
 
     def skip_step(self, depth: int) -> None:
-        """The new version is the old one."""
-        self._forget(depth)
+        """Add a new version that is the same as the latest."""
+        self._drop_unused(depth)
         self.latest += 1
         self.kept[self.latest] = self.kept[self.latest - 1]
 
-    def _forget(self, depth: int) -> None:
-        """What nobody uses any more when there is a version after the latest."""
+    def _drop_unused(self, depth: int) -> None:
+        """Delete versions that are no longer in use once there is one after the latest."""
         for version in [v for v in self.kept if v <= self.latest - depth]:
             if version < self.latest:
                 del self.kept[version]
 
     @property
     def num_bytes(self) -> int:
-        """Of all versions, each memory once."""
-        kept = list(self.kept.values())  # at once: another thread may step
+        """The bytes of all versions; shared memory counts once."""
+        kept = list(self.kept.values())  # a copy: another thread may step
         tensors = (double for version in kept for double in version.by_use.values())
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
@@ -126,11 +126,11 @@ class Versions:
             for parameter, found in names.items():
                 double = shared.get(parameter)
                 if double is None:
-                    # from `data`: what a step does to it must not look like a change of the double
-                    data = data_of(parameter).data
-                    double = double_of(parameter, data, requires_grad=parameter.requires_grad)
+                    # from `data`: a step must not count as an in-place change of the double
+                    data = plain_data(parameter).data
+                    double = make_alias(parameter, data, requires_grad=parameter.requires_grad)
                     version.by_use[number, parameter] = double
-                    if is_hooked(parameter):
+                    if has_gradient_hooks(parameter):
                         shared[parameter] = double
                         self._follow(parameter, double, version.followed)
                 version.by_layer[number] |= dict.fromkeys(found, double)
@@ -139,14 +139,14 @@ class Versions:
     def _follow(
         self, parameter: nn.Parameter, double: nn.Parameter, followed: set[nn.Parameter]
     ) -> None:
-        """A double calls the hooks that its parameter has when a gradient arrives."""
-        double.register_hook(partial(hooked, parameter))  # type: ignore[no-untyped-call]
+        """Make a double call the hooks that its parameter has when a gradient arrives."""
+        double.register_hook(partial(apply_gradient_hooks, parameter))  # type: ignore[no-untyped-call]
         double.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
         followed.add(parameter)
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Of the weights that are trained; the others do not change."""
+    """Return the names of each trained weight; others have no versions."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

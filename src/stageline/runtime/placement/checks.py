@@ -1,4 +1,4 @@
-"""What a pipeline is told, checked and put into the form that the runtime works with."""
+"""Check what a pipeline is given, and find which stages exchange values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from stageline.arguments import check_size
 from stageline.errors import ModelError, ScheduleError
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.build import build_schedule
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
-from stageline.schedules.program.stream import folded
+from stageline.schedules.program.stream import find_period
 from stageline.schedules.schedule import Schedule
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
@@ -27,26 +28,16 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ModelError(f"{name} is {value!r}, but takes {' or '.join(map(repr, choices))}")
 
 
-def schedule_of(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_microbatches: int,
-    vertical_sync: bool | None,
-    replicas: Sequence[int] | None,
+def checked_schedule(
+    schedule: str | Schedule, num_ranks: int | None, num_microbatches: int | None
 ) -> Schedule:
+    """Return a schedule for these numbers of ranks and micro-batches."""
+    check_size("num_ranks", num_ranks)
+    check_size("num_microbatches", num_microbatches)
+    assert num_ranks is not None  # they are sizes
+    assert num_microbatches is not None
     if isinstance(schedule, str):
-        return build_schedule(
-            schedule,
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            vertical_sync=vertical_sync,
-            replicas=replicas,
-        )
-    if vertical_sync is not None or replicas is not None:
-        raise ScheduleError(
-            "vertical_sync or replicas was given beside a schedule that is built already: give "
-            "them to build_schedule"
-        )
+        return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     check(schedule)
     sizes = (schedule.num_ranks, schedule.num_microbatches)
     if sizes != (num_ranks, num_microbatches):
@@ -75,41 +66,45 @@ def _check_ascending(schedule: Schedule) -> None:
 
 
 def is_asynchronous(schedule: Schedule) -> bool:
-    """Whether weights change while micro-batches that used them are on their way."""
+    """Return whether weights change while micro-batches that used them are on their way."""
     if not schedule.is_stream:
         return False
-    return any(beat.lag or beat.version < 0 for row in folded(schedule).rows for beat in row)
+    return any(beat.lag or beat.version < 0 for row in find_period(schedule).rows for beat in row)
 
 
-def check_owned(
-    schedule: Schedule, optimizer: object, scheduler: object, max_norm: object, backend: str
+def check_optimizers(
+    schedule: Schedule,
+    optimizer_fn: object,
+    scheduler_fn: object,
+    max_norm: object,
+    backend: str,
 ) -> None:
-    """What goes together with an optimizer of the pipeline's own, and what needs one."""
+    """Raise if options do not go together with the pipeline's own optimizers, or need them."""
     examples = "lambda params: SGD(params, lr=0.1)", "lambda optimizer: StepLR(optimizer, 100)"
-    functions = ("optimizer", optimizer), ("scheduler", scheduler)
+    functions = ("optimizer_fn", optimizer_fn), ("scheduler_fn", scheduler_fn)
     for (name, function), example in zip(functions, examples, strict=True):
         if function is not None and not callable(function):
             raise ModelError(
                 f"{name} is {type(function).__name__}(…), but has to be a function that makes one "
                 f"for each stage: {name}={example}"
             )
-    for name, value in (("scheduler", scheduler), ("max_norm", max_norm)):
-        if value is not None and optimizer is None:
-            raise ModelError(f"{name} was given without optimizer, which it is for: give both")
-    if schedule.is_stream and optimizer is None:
+    for name, value in (("scheduler_fn", scheduler_fn), ("max_norm", max_norm)):
+        if value is not None and optimizer_fn is None:
+            raise ModelError(f"{name} was given without optimizer_fn, which it is for: give both")
+    if schedule.is_stream and optimizer_fn is None:
         raise ModelError(
             f"{schedule.name!r} steps the optimizer on its own, but has none: give it one with "
-            "optimizer=lambda params: SGD(params, lr=0.1)"
+            "optimizer_fn=lambda params: SGD(params, lr=0.1)"
         )
     if max_norm is not None and is_asynchronous(schedule):
         raise ModelError(
             f"max_norm was given, but with {schedule.name!r} there is no moment at which the norm "
-            "of all gradients is known: leave it out, or use a synchronous schedule"
+            "of all gradients is known: omit it, or use a synchronous schedule"
         )
     if schedule.replicas and backend != "processes":
         raise ModelError(
             f"replicas is {list(schedule.replicas)}, but a stage on several ranks needs a process "
-            f"for each: start the script with stageline run --ranks {schedule.num_ranks}"
+            f"for each: start the script with stageline run --num-processes {schedule.num_ranks}"
         )
 
 

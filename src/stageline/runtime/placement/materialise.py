@@ -1,10 +1,11 @@
-"""Models built on the meta device: a process makes only the weights that its own stages use.
+"""Allocate and initialize the weights of a model that was built on the meta device.
 
-So a model may be larger than any one process. Weights that are drawn depend on the seed and the
-layer's name alone, so they are the same however the model is cut.
+A process allocates only the weights of its own stages, so a model may be larger than the memory of
+one process. Random weights depend only on the seed and the layer's name, so they are the same with
+any partition.
 
-What is made holds a mark until somebody fills it. What still holds it when the first step begins
-was filled by nobody, neither by `init` nor by a checkpoint, and would be whatever was in memory.
+New tensors are filled with a marker. A tensor that still has it when the first step begins was
+initialized neither by `init` nor by a checkpoint, and would be whatever was in memory.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime import trees
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import MODULE_TABLES, buffer_table, parameter_table, version_of
 
 Init = Callable[[Layer], object]
 
-# Not a number, by bits that no arithmetic makes, and that arithmetic with it keeps.
-BLANK_FLOAT = -1
-# Neither an index, nor a fill value, nor a boolean; smaller integers have no value to spare.
-BLANK_INTEGER = {1: 0x5A, 4: -0x5A3C6B71, 8: -0x5A3C6B715A3C6B71}
+# A NaN with bits that no arithmetic produces, and that arithmetic with it propagates.
+MARKER_FLOAT = -1
+# Neither an index, nor a fill value, nor a boolean; smaller integers have no unused value.
+MARKER_INTEGER = {1: 0x5A, 4: -0x5A3C6B71, 8: -0x5A3C6B715A3C6B71}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Blank:
-    """A tensor that has been made and not yet filled: whose it is, and under which name."""
+class UninitializedTensor:
+    """A tensor that was allocated, with its name and module, and may not be initialized yet."""
 
-    place: str
+    full_name: str
     module: nn.Module
     name: str
     version: int  # changes when the tensor is written to
 
     @property
-    def is_filled(self) -> bool:
+    def is_initialized(self) -> bool:
         tensor = getattr(self.module, self.name, None)
-        return not (isinstance(tensor, Tensor) and _is_blank(tensor, self.version))
+        return not (isinstance(tensor, Tensor) and _has_marker(tensor, self.version))
 
 
 def materialise(
@@ -51,13 +53,13 @@ def materialise(
     devices: Callable[[int], torch.device | None],
     seed: int,
     init: Init | None,
-) -> list[Blank]:
-    """Give the layers that are here weights and buffers, if they have none yet.
+) -> list[UninitializedTensor]:
+    """Allocate and initialize meta tensors of the layers with the numbers `here`.
 
-    Returns those that have no values even so; a checkpoint may still bring them.
+    Return those that are still uninitialized; a checkpoint may have them.
     """
     made: dict[Tensor, Tensor] = {}
-    fresh = []
+    new_layers = []
     numbers = list(here)
     for number in numbers:
         layer = layers.layers[number]
@@ -67,62 +69,64 @@ def materialise(
             _mark(empty)
             made[tensor] = parameter_or_buffer(tensor, empty)
         if tensors:
-            fresh.append(layer)
-    for layer in layers:  # also elsewhere: a weight that two layers share stays one weight
+            new_layers.append(layer)
+    for layer in layers:  # also of other ranks: a weight that two layers share stays one weight
         replace(layer.module, made)
-    blanks = _blanks(layers, numbers, set(made.values()))
-    for layer in fresh:
+    allocated = _find_allocated(layers, numbers, set(made.values()))
+    for layer in new_layers:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(layer_seed(seed, 0, 0, layer.name))
             (init or reset)(layer)
-    return [blank for blank in blanks if not blank.is_filled]
+    return [each for each in allocated if not each.is_initialized]
 
 
-def check_filled(layers: LayerSequence, here: Iterable[int], blanks: Iterable[Blank]) -> None:
-    """Raise for the first tensor of these layers that has no values."""
-    for blank in blanks:
-        if not blank.is_filled:
+def check_initialized(
+    layers: LayerSequence, here: Iterable[int], allocated: Iterable[UninitializedTensor]
+) -> None:
+    """Raise `ModelError` for the first tensor of these layers that is not initialized."""
+    for each in allocated:
+        if not each.is_initialized:
             raise ModelError(
-                f"{blank.place!r} was made from the meta device, but nothing has filled it: fill "
-                "it in Pipeline's init= or in its module's reset_parameters(), or load a "
-                "checkpoint that has it (a buffer that is not persistent is in none)"
+                f"{each.full_name!r} was on the meta device and is not initialized: initialize it "
+                "in Pipeline's init= or in its module's reset_parameters(), or load a checkpoint "
+                "that has it (checkpoints have no buffers that are not persistent)"
             )
     for number in here:
         layer = layers.layers[number]
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
-                if attribute not in OF_MODULES and _is_on_meta(value):
+                if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
-                        f"{_joined(layer.name, name, attribute)!r} is on the meta device, and is "
-                        "neither a parameter nor a buffer, so nobody gives it values: use "
+                        f"{_joined(layer.name, name, attribute)!r} is on the meta device and is "
+                        "neither a parameter nor a buffer, so it is not initialized: use "
                         "register_buffer(), or set it in Pipeline's init="
                     )
 
 
 def reset(layer: Layer) -> None:
-    """As its modules do it themselves."""
+    """Initialize a layer with its modules' own `reset_parameters`."""
     for name, module in layer.module.named_modules():
         if any(True for _ in _own(module)):
-            again: Any = getattr(module, "reset_parameters", None)
-            if again is None:
+            initialize: Any = getattr(module, "reset_parameters", None)
+            if initialize is None:
                 where = _joined(layer.name, name)
                 raise ModelError(
                     f"{where!r}, a {type(module).__name__}, is on the meta device and has no "
-                    "reset_parameters(): give Pipeline an init=, a function that fills a layer"
+                    "reset_parameters(): give Pipeline an init= that initializes a layer"
                 )
-            again()
+            initialize()
 
 
 def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
-    """Another tensor as what the first one is."""
+    """Return `empty` as a parameter if `tensor` is one, or else as it is."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
 
 def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
-    """Tensors of a module by others, wherever it has them."""
+    """Replace tensors of a module and its submodules by those in `made`."""
     for part in module.modules():
-        for places in (part._parameters, part._buffers):  # noqa: SLF001  as nn.Module.to does
+        for places in (parameter_table(part), buffer_table(part)):
             for name, tensor in places.items():
                 if tensor is not None and tensor in made:
                     places[name] = made[tensor]  # type: ignore[assignment]
@@ -137,29 +141,28 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-# What nn.Module keeps its parts in, under names of its own.
-OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-def _blanks(layers: LayerSequence, here: Iterable[int], made: set[Tensor]) -> list[Blank]:
-    """Where the new tensors are; a weight that an earlier layer elsewhere has comes from there."""
+def _find_allocated(
+    layers: LayerSequence, here: Iterable[int], made: set[Tensor]
+) -> list[UninitializedTensor]:
+    """Return the new tensors, except weights whose first layer is on another rank."""
     numbers = set(here)
-    found: dict[Tensor, Blank | None] = {}
+    found: dict[Tensor, UninitializedTensor | None] = {}
     for number, layer in enumerate(layers.layers):
         for prefix, module in layer.module.named_modules():
-            for places in (module._parameters, module._buffers):  # noqa: SLF001  as nn.Module.to does
+            for places in (parameter_table(module), buffer_table(module)):
                 for name, tensor in places.items():
                     if tensor is None or tensor not in made:
                         continue
-                    is_elsewhere = number not in numbers and isinstance(tensor, nn.Parameter)
-                    version = tensor._version  # noqa: SLF001  there is no public one
-                    blank = Blank(_joined(layer.name, prefix, name), module, name, version)
-                    found.setdefault(tensor, None if is_elsewhere else blank)
-    return [blank for blank in found.values() if blank is not None]
+                    is_remote = number not in numbers and isinstance(tensor, nn.Parameter)
+                    version = version_of(tensor)
+                    full_name = _joined(layer.name, prefix, name)
+                    each = UninitializedTensor(full_name, module, name, version)
+                    found.setdefault(tensor, None if is_remote else each)
+    return [each for each in found.values() if each is not None]
 
 
 def _is_on_meta(value: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_meta for each in trees.inside(value))
+    return any(isinstance(each, Tensor) and each.is_meta for each in trees.tensors_inside(value))
 
 
 def _joined(*names: str) -> str:
@@ -167,32 +170,32 @@ def _joined(*names: str) -> str:
 
 
 def _mark(tensor: Tensor) -> None:
-    bits, blank = _bits(tensor)
-    if isinstance(blank, int):
-        bits.fill_(blank)
+    bits, marker = _bits(tensor)
+    if isinstance(marker, int):
+        bits.fill_(marker)
     else:
-        bits.copy_(blank)
+        bits.copy_(marker)
 
 
-def _is_blank(tensor: Tensor, version: int) -> bool:
-    """Whether a part of it is as it was made; of small integers, whether all of it is."""
-    bits, blank = _bits(tensor)
+def _has_marker(tensor: Tensor, version: int) -> bool:
+    """Return whether an element has the marker; for small integers, whether all have it."""
+    bits, marker = _bits(tensor)
     if not bits.numel() or tensor.is_meta:
         return False
-    if isinstance(blank, int):
-        return bool((bits == blank).any())
-    return tensor._version == version and torch.equal(bits, blank)  # noqa: SLF001  there is no public one
+    if isinstance(marker, int):
+        return bool((bits == marker).any())
+    return version_of(tensor) == version and torch.equal(bits, marker)
 
 
 def _bits(tensor: Tensor) -> tuple[Tensor, int | Tensor]:
-    """Return the memory of a tensor as integers, and what they are while nobody has filled it."""
+    """Return the memory of a tensor as integers, and the marker that they have at first."""
     own = tensor.detach()
     own = own.to_local() if hasattr(own, "to_local") else own
     own = torch.view_as_real(own) if own.is_complex() else own
     bits = own.view(BITS[own.itemsize])
     if own.is_floating_point():
-        return bits, 0xFF if own.itemsize == 1 else BLANK_FLOAT
+        return bits, 0xFF if own.itemsize == 1 else MARKER_FLOAT
     if own.dtype is torch.bool or own.itemsize in (4, 8):
-        return bits, BLANK_INTEGER[own.itemsize]
+        return bits, MARKER_INTEGER[own.itemsize]
     row = torch.arange(bits.numel(), device=bits.device).mul_(0x3D).add_(0x5A).remainder_(0x7F)
     return bits, row.to(bits.dtype).view(bits.shape)

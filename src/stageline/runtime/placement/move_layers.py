@@ -1,10 +1,10 @@
-"""Layers that change ranks between two steps take with them all that training left there.
+"""Move layers to other ranks between two steps, with their gradients and optimizer states.
 
-    rank 0 │ a b c ─► a b       c, its gradients and what the optimizer keeps for it go to rank 1;
-    rank 1 │ d     ─► c d       rank 0 is left with c's shapes, on the meta device
+    rank 0 │ a b c ─► a b       c, its gradients and optimizer states move to rank 1;
+    rank 1 │ d     ─► c d       rank 0 keeps c's shapes, on the meta device
 
-What moves is tensors: a weight that several layers use goes to ranks that had none of them, and
-stays as long as one of them is there. One at a time, so that little is held twice.
+A weight that several layers use is sent to ranks that had none of these layers, and stays on a rank
+as long as one of them is there. Tensors move one at a time, so that few are in memory twice.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from torch.optim import Optimizer
 from stageline.arguments import check_type
 from stageline.errors import PlanError
 from stageline.model.layers import Layer, LayerSequence
-from stageline.runtime.backends.processes.collectives import Peers
-from stageline.runtime.optimizers.param_groups import is_on_host, options
+from stageline.runtime.backends.backend import Collectives
+from stageline.runtime.optimizers.param_groups import group_options, is_on_host
 from stageline.runtime.placement.materialise import parameter_or_buffer, replace, tensors_of
 
-Options = list[dict[str, Any]]  # by parameter group
+GroupsOptions = list[dict[str, Any]]  # the options of each parameter group
 
 
-class Move(NamedTuple):
-    """A tensor that other ranks use from now on, or fewer."""
+class TensorMove(NamedTuple):
+    """A tensor whose set of ranks changes."""
 
     tensor: Tensor
     layers: tuple[Layer, ...]  # that use it
     source: int  # a rank that has it
-    targets: tuple[int, ...]  # ranks that have it not yet
-    leaves: bool  # no layer of this process uses it any more
+    targets: tuple[int, ...]  # ranks that do not have it yet
+    is_dropped: bool  # no layer of this process uses it any more
 
 
-def options_of(optimizer: Optimizer | None) -> Options | None:
-    return None if optimizer is None else [options(group) for group in optimizer.param_groups]
+def options_of(optimizer: Optimizer | None) -> GroupsOptions | None:
+    """Return the options of each parameter group; None without an optimizer."""
+    return None if optimizer is None else [group_options(group) for group in optimizer.param_groups]
 
 
 def check_optimizer(
     optimizer: Optimizer | None, layers: LayerSequence, own: Iterable[nn.Parameter]
 ) -> None:
-    """Raise unless it trains what this process has of the model."""
+    """Raise `PlanError` unless the optimizer has exactly the parameters of this process."""
     if optimizer is not None:
-        check_type("optimizer", optimizer, Optimizer, "give the one that you step", PlanError)
+        check_type("optimizer", optimizer, Optimizer, "give the optimizer that you step", PlanError)
     names: dict[Tensor, str] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters():
@@ -62,32 +63,35 @@ def check_optimizer(
     for parameter in own:
         if parameter.requires_grad and parameter not in held:
             raise PlanError(
-                f"the optimizer does not have {names[parameter]!r}, but what it keeps for a "
-                "parameter has to move with it: make it from pipe.parameters()"
+                f"the optimizer does not have {names[parameter]!r}, but the state of a parameter "
+                "must move with it: make the optimizer from pipe.parameters()"
             )
 
 
-def check_room(
-    moves: Iterable[Move],
+def check_moves(
+    moves: Iterable[TensorMove],
     optimizer: Optimizer | None,
-    everywhere: Iterable[Options | None],
-    peers: Peers,
+    everywhere: Iterable[GroupsOptions | None],
+    collectives: Collectives,
 ) -> None:
-    """Raise if what moves cannot, or if this process has no place for it in its optimizer."""
+    """Raise `PlanError` if a tensor cannot move, or if this process's optimizer cannot take it.
+
+    `everywhere` are the optimizer options of all processes.
+    """
     own = options_of(optimizer)
     expected = next((groups for groups in everywhere if groups is not None), None)
     if own is not None and expected is not None and own != expected:
         raise PlanError(
             f"{_difference(own, expected)} on another rank: make the same groups on all ranks, "
-            "those without parameters too, so that layers can move"
+            "including those without parameters, so that layers can move"
         )
     for move in moves:
         if hasattr(move.tensor, "to_local"):
             raise PlanError(
-                f"layer {move.layers[0].name!r} has a tensor that several processes hold in parts, "
-                "but only whole ones can move: set the balance when the pipeline is made"
+                f"layer {move.layers[0].name!r} has a DTensor, but only whole tensors can move: "
+                "set the balance when the pipeline is made"
             )
-        arrives = any(map(peers.has, move.targets))
+        arrives = any(map(collectives.has, move.targets))
         if arrives and own is None and expected is not None and move.tensor.requires_grad:
             raise PlanError(
                 f"layer {move.layers[0].name!r} would move to a rank without an optimizer: make "
@@ -95,8 +99,8 @@ def check_room(
             )
 
 
-def _difference(own: Options, expected: Options) -> str:
-    """The first, between groups that are not the same."""
+def _difference(own: GroupsOptions, expected: GroupsOptions) -> str:
+    """Describe the first difference between the groups of two ranks."""
     if len(own) != len(expected):
         return f"the optimizer has {len(own)} groups, but {len(expected)}"
     number, here, there = next(
@@ -108,31 +112,34 @@ def _difference(own: Options, expected: Options) -> str:
     return f"{key} of the optimizer's group {number} is {here.get(key)}, but {there.get(key)}"
 
 
-def moves_of(
-    layers: LayerSequence, before: Sequence[int], after: Sequence[int], peers: Peers
-) -> deque[Move]:
-    """To or from this process, in the order of the layers; `before`, `after`: the layers' ranks.
+def plan_moves(
+    layers: LayerSequence, before: Sequence[int], after: Sequence[int], collectives: Collectives
+) -> deque[TensorMove]:
+    """Return the moves to or from this process; `before` and `after` are the layers' ranks.
 
-    The order is the same in all processes, so that none waits for one that waits for it.
+    They are in the order of the layers, which is the same in all processes and avoids deadlocks.
     """
     uses: dict[Tensor, list[int]] = {}
     for number, layer in enumerate(layers):
         for tensor in dict.fromkeys(tensors_of(layer.module)):
             uses.setdefault(tensor, []).append(number)
-    found: deque[Move] = deque()
+    found: deque[TensorMove] = deque()
     for tensor, numbers in uses.items():
         old, new = {before[n] for n in numbers}, {after[n] for n in numbers}
         source = before[numbers[0]]
-        is_concerned = any(map(peers.has, {source} | (old ^ new)))
-        if old != new and is_concerned and not all(map(peers.has, old | new)):
+        is_involved = any(map(collectives.has, {source} | (old ^ new)))
+        if old != new and is_involved and not all(map(collectives.has, old | new)):
             users = tuple(layers.layers[number] for number in numbers)
-            leaves = not any(map(peers.has, new))
-            found.append(Move(tensor, users, source, tuple(sorted(new - old)), leaves))
+            is_dropped = not any(map(collectives.has, new))
+            found.append(TensorMove(tensor, users, source, tuple(sorted(new - old)), is_dropped))
     return found
 
 
-class Luggage:
-    """What the optimizer of this process keeps. State: the group and name of each parameter."""
+class OptimizerState:
+    """The state of this process's optimizer while parameters move.
+
+    State: the group and name of each parameter; the groups themselves are empty meanwhile.
+    """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self.groups = [] if optimizer is None else optimizer.param_groups
@@ -142,14 +149,16 @@ class Luggage:
             names = group.get("param_names", [None] * len(group["params"]))
             pairs = zip(group["params"], names, strict=True)
             self.members |= {parameter: (number, name) for parameter, name in pairs}
-            group["params"].clear()  # what leaves must not be held here
+            group["params"].clear()  # so that tensors that leave are freed
             names.clear()
 
-    def packed(self, tensor: Tensor) -> dict[str, Any]:
+    def pack(self, tensor: Tensor) -> dict[str, Any]:
+        """Return a tensor with its gradient, group and optimizer state."""
         kept = {"member": self.members.get(tensor), "state": dict(self.state.get(tensor, {}))}
         return {"tensor": tensor, "grad": tensor.grad, **kept}
 
     def unpack(self, tensor: Tensor, parcel: Mapping[str, Any]) -> None:
+        """Copy what `pack` returned on another rank to a tensor and the optimizer."""
         with torch.no_grad():
             tensor.copy_(parcel["tensor"])
         tensor.requires_grad_(parcel["tensor"].requires_grad)
@@ -163,8 +172,11 @@ class Luggage:
         self.members.pop(tensor, None)
         self.state.pop(tensor, None)
 
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The groups stay, for schedulers hold them; their parameters are these, in this order."""
+    def restore_groups(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put these parameters into their groups, in this order.
+
+        The groups stay the same objects, because schedulers refer to them.
+        """
         for parameter in parameters:
             if parameter in self.members:
                 number, name = self.members[parameter]
@@ -173,55 +185,58 @@ class Luggage:
                     self.groups[number].setdefault("param_names", []).append(name)
 
 
-def exchange(moves: deque[Move], luggage: Luggage, peers: Peers) -> None:
-    """Uses the moves up, and with them the last that holds what has left."""
+def move_tensors(moves: deque[TensorMove], state: OptimizerState, collectives: Collectives) -> None:
+    """Perform the moves, and remove each from `moves` so that its tensor can be freed."""
     while moves:
         move = moves.popleft()
         for target in move.targets:
-            if peers.has(move.source):
-                peers.passed(luggage.packed(move.tensor), move.source, target)
-            elif peers.has(target):
-                parcel = peers.passed(None, move.source, target)
-                luggage.unpack(_made_here(move), parcel)
-        if move.leaves:
-            luggage.drop(move.tensor)
-            _put(move, torch.empty_like(move.tensor, device="meta"))
+            if collectives.has(move.source):
+                collectives.transfer(
+                    state.pack(move.tensor), move.source, target, "layers that move"
+                )
+            elif collectives.has(target):
+                parcel = collectives.transfer(None, move.source, target, "layers that move")
+                state.unpack(_allocate(move), parcel)
+        if move.is_dropped:
+            state.drop(move.tensor)
+            _replace(move, torch.empty_like(move.tensor, device="meta"))
 
 
-def to_devices(
+def move_to_devices(
     layers: LayerSequence,
-    places: Mapping[int, torch.device | None],
+    devices: Mapping[int, torch.device | None],
     optimizer: Optimizer | None = None,
 ) -> None:
-    """The layers with these numbers, and what an optimizer keeps for those that change theirs."""
-    modules = {number: layers.layers[number].module for number in places}
+    """Move layers, by number, to devices, and the optimizer states of parameters that move."""
+    modules = {number: layers.layers[number].module for number in devices}
     before = {p: p.device for module in modules.values() for p in module.parameters()}
     for number, module in modules.items():
-        if places[number] is not None:
-            module.to(places[number])
+        if devices[number] is not None:
+            module.to(devices[number])
     if optimizer is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if before.get(parameter, parameter.device) != parameter.device:
-                    follow(optimizer.state.get(parameter, {}), group, parameter.device)
+                    state = optimizer.state.get(parameter, {})
+                    move_state(state, group, parameter.device)
 
 
-def follow(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> None:
-    """What an optimizer keeps for a parameter is on its device, but for the count of steps."""
+def move_state(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> None:
+    """Move a parameter's optimizer state to its device, except a step counter on the CPU."""
     for key, value in state.items():
         if isinstance(value, Tensor) and not is_on_host(key, group):
             state[key] = value.to(device)
 
 
-def _made_here(move: Move) -> Tensor:
-    """The tensor that takes in what comes; a model that was not built on meta has one already."""
+def _allocate(move: TensorMove) -> Tensor:
+    """Return the tensor to receive into; a model that was not built on meta has it already."""
     if not move.tensor.is_meta:
         return move.tensor
-    return _put(move, torch.empty_like(move.tensor, device="cpu"))
+    return _replace(move, torch.empty_like(move.tensor, device="cpu"))
 
 
-def _put(move: Move, empty: Tensor) -> Tensor:
-    """In the place of the tensor, in all layers that use it."""
+def _replace(move: TensorMove, empty: Tensor) -> Tensor:
+    """Replace the tensor in all layers that use it, and return the new one."""
     made = parameter_or_buffer(move.tensor, empty)
     for layer in move.layers:
         replace(layer.module, {move.tensor: made})
@@ -229,5 +244,5 @@ def _put(move: Move, empty: Tensor) -> Tensor:
 
 
 def _own(value: Any) -> Any:
-    """What came in a message lies in its buffer, together with all else that came."""
+    """Return a copy: a received tensor is a view of the buffer of the whole message."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,8 +1,8 @@
-"""Schedules from a building block (arXiv 2405.15362): one micro-batch's slots, repeated every six.
+"""Build schedules from the slots of one micro-batch, repeated every six (arXiv 2405.15362).
 
-With two chunks a rank has six things to do for each micro-batch: F, I and W on both. When no two of
-its slots are equal modulo six, the block can follow itself every six slots for ever. A rank's order
-is that of the slots; when it runs, everything starts as early as that order allows.
+With two chunks a rank has six actions for each micro-batch: F, I and W on both. If no two of their
+slots are equal modulo six, this building block can be repeated every six slots without conflict.
+The slots determine only the order of a rank's actions; each runs as early as that order allows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from stageline.schedules.placement import wave
 from stageline.schedules.schedule import Schedule
 
 PERIOD = 6
-Slots = tuple[int, int, int, int]  # of a rank's F0, F1, I1 and I0, for micro-batch 0
+Slots = tuple[int, int, int, int]  # of F0, F1, I1 and I0 of micro-batch 0; 0, 1 are chunks
 
 
 def building_block(
     num_ranks: int, num_microbatches: int, slots_of: Callable[[int], Slots]
 ) -> Schedule:
-    """W take the slots that `slots_of` leaves free, or others in which the rank would wait."""
+    """Return the schedule; W take free slots, or slots in which the rank would otherwise wait."""
     rows = [
         _row(rank, 2 * num_ranks - 1 - rank, slots_of(rank), num_microbatches)
         for rank in range(num_ranks)
@@ -30,6 +30,7 @@ def building_block(
 
 
 def in_slot_order(actions: Iterable[tuple[int, Action]]) -> list[Action]:
+    """Return actions sorted by slot."""
     return [action for _, action in sorted(actions)]
 
 
@@ -45,7 +46,7 @@ def _row(first: int, second: int, slots: Slots, num_microbatches: int) -> list[A
 
 
 def _weight_slots(slots: Slots) -> tuple[int, int]:
-    """W1 takes the first free slot after I1, and W0 the first after I0 that is still free."""
+    """Return the slots of W1, the first free one after I1, and of W0, the next one after I0."""
     *_, input_grad1, input_grad0 = slots
     taken = {slot % PERIOD for slot in slots}
     weight_grad1 = _first_free(input_grad1, taken)

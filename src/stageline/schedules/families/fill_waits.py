@@ -1,7 +1,7 @@
-"""Weight gradients moved to where their rank would wait, without holding more in memory.
+"""Move weight gradients to where their rank would wait, without using more memory.
 
-A forward takes the memory that the W before it freed, so no W is put off past a forward. Nothing
-else waits for a W: it makes way for every I, and runs sooner or later, where its rank would wait.
+A forward uses the memory that the W before it freed, so no W is delayed past a forward. No other
+action depends on a W: it gives way to every I, and moves to where its rank would otherwise wait.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.families.steps import Step
+from stageline.schedules.families.row_steps import Step
 
 
 def fill_waits(rows: Sequence[Iterable[Action]], num_stages: int) -> list[list[Action]]:
-    """Rows of F, I and W that complete, with the W moved; all are taken to last one slot."""
+    """Return rows of F, I and W with the W moved, assuming that every action takes one slot."""
     done: Counter[Step] = Counter()
 
     def is_ready(action: Action) -> bool:
@@ -33,9 +33,9 @@ def fill_waits(rows: Sequence[Iterable[Action]], num_stages: int) -> list[list[A
 
 
 def _lane(row: Iterable[Action], is_ready: Callable[[Action], bool]) -> Iterator[Action | None]:
-    """What a rank does in each slot; None where it has to wait."""
+    """Yield the action of a rank in each slot; None where it must wait."""
     pending: deque[Action] = deque()
-    num_due = 0  # weight gradients that stood before this place and are still to run
+    num_due = 0  # weight gradients that came before this position and have not run yet
     for action in row:
         if action.kind is Kind.W:
             num_due += 1

@@ -1,12 +1,13 @@
-"""Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): 1F1B over several chunks a rank.
+"""Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): 1F1B over several chunks per rank.
 
 rank 0 │ F0 F1 f0 f1 F2 .. b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1 .. b2 b2 .. b3 b3 B2 B2 B3 B3
 rank 1 │ .. F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3
          p = 2, m = 4, the second chunk in lower case
 
-Micro-batches pass through the chunks in groups, chunk by chunk in a group. By default a group
-has as many as there are ranks, if that divides `num_microbatches`; otherwise the smallest number
-that leaves no group with fewer. Fewer micro-batches than ranks are one group.
+Micro-batches pass through the chunks in groups: a whole group through one chunk, then through the
+next. By default a group has as many micro-batches as there are ranks, if that divides
+`num_microbatches`, and otherwise the smallest larger number that leaves no group with fewer than
+that. If there are fewer micro-batches than ranks, they form one group.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stageline.arguments import shown
 from stageline.errors import ScheduleError
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.families.one_f_one_b import one_f_one_b
-from stageline.schedules.families.steps import alternated, numbered
+from stageline.schedules.families.row_steps import alternate, number_steps
 from stageline.schedules.placement import loop
 from stageline.schedules.schedule import Schedule
 
@@ -29,6 +30,7 @@ def interleaved_1f1b(
     chunks_per_rank: int = 2,
     group_size: int | None = None,
 ) -> Schedule:
+    """Return the schedule; with one chunk per rank it is 1F1B."""
     if chunks_per_rank == 1:
         return one_f_one_b(num_ranks, num_microbatches)
     group = _group_size(num_ranks, num_microbatches, group_size)
@@ -47,14 +49,17 @@ def interleaved_1f1b(
 
 
 def _row(stages: range, chunks: list[int], num_ahead: int) -> Iterator[Action]:
-    """Backwards take the same way as forwards, with the chunks from the last to the first."""
+    """Yield a rank's actions; backwards pass through the chunks in reverse order."""
     forwards = [(stages[chunk], Kind.F) for chunk in chunks]
     backwards = [((stages[-1 - chunk], Kind.B),) for chunk in chunks]
-    return numbered(alternated(forwards, backwards, num_ahead))
+    return number_steps(alternate(forwards, backwards, num_ahead))
 
 
 def _group_size(num_ranks: int, num_microbatches: int, wanted: int | None) -> int:
-    """In a group shorter than the pipeline a chunk's turn comes before its inputs can be there."""
+    """Return the group size; raise `ScheduleError` for one that is too small.
+
+    In a group shorter than the pipeline, a chunk's turn would come before its inputs are computed.
+    """
     shortest = min(num_ranks, num_microbatches)
     possible = [
         size
@@ -69,6 +74,6 @@ def _group_size(num_ranks: int, num_microbatches: int, wanted: int | None) -> in
     above = [size for size in possible if size > wanted]
     raise ScheduleError(
         f"group_size is {shown(wanted)}, but 'interleaved_1f1b' on {num_ranks} ranks with "
-        f"{num_microbatches} micro-batches needs groups of at least {shortest}, the last one too: "
-        f"use {' or '.join(map(str, below[-1:] + above[:1]))}"
+        f"{num_microbatches} micro-batches needs groups of at least {shortest}, including the "
+        f"last: use {' or '.join(map(str, below[-1:] + above[:1]))}"
     )

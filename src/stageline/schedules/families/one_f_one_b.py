@@ -16,12 +16,13 @@ from stageline.schedules.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the 1F1B schedule."""
     rows = (_row(rank, num_ranks - 1 - rank, num_microbatches) for rank in range(num_ranks))
     return Schedule.of(rows, loop(num_ranks))
 
 
 def _row(stage: int, num_warmup: int, num_microbatches: int) -> Iterator[Action]:
-    """Forwards run `num_warmup` ahead of backwards, as long as there are any left to do so."""
+    """Yield a rank's actions; forwards run `num_warmup` ahead of backwards while any are left."""
     ahead = min(num_warmup, num_microbatches)
     for i in range(num_microbatches + ahead):
         if i < num_microbatches:

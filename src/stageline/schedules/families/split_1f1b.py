@@ -1,8 +1,8 @@
-"""1F1B with the backward in halves: weight gradients trail behind and fill what would be bubbles.
+"""1F1B with the backward split in I and W: delayed weight gradients fill the bubbles.
 
-The two hand-made schedules of Zero Bubble (arXiv 2401.10241) are this with a lead of one or two.
-What a rank near the start of the pipeline holds for forwards that run ahead, one near its end holds
-for weight gradients that trail: 1 + lead · (p - 1) micro-batches on every rank.
+The two handcrafted schedules of Zero Bubble (arXiv 2401.10241), ZB-H1 and ZB-H2, have a lead of one
+and two. Ranks near the start of the pipeline hold activations for forwards that run ahead, ranks
+near its end for delayed weight gradients: 1 + lead · (p - 1) micro-batches on every rank.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.families.steps import Step, alternated, numbered
+from stageline.schedules.families.row_steps import Step, alternate, number_steps
 from stageline.schedules.placement import loop
 from stageline.schedules.schedule import Schedule
 
 
 def split_1f1b(num_ranks: int, num_microbatches: int, lead: int) -> Schedule:
-    """Forwards run `lead` ahead for each rank that follows, and W trail `lead` for each before."""
+    """Return the schedule of rank r with (p-1-r) · lead forwards ahead and W r · lead behind."""
     rows = (
         _row(rank, num_microbatches, lead * (num_ranks - 1 - rank), lead * rank)
         for rank in range(num_ranks)
@@ -30,4 +30,4 @@ def _row(stage: int, num_microbatches: int, num_ahead: int, num_behind: int) -> 
     backwards: list[tuple[Step, ...]] = [(input_grad,)] * num_late
     backwards += [(input_grad, weight_grad)] * (num_microbatches - num_late)
     backwards += [(weight_grad,)] * num_late
-    return numbered(alternated([forward] * num_microbatches, backwards, num_ahead))
+    return number_steps(alternate([forward] * num_microbatches, backwards, num_ahead))

@@ -13,7 +13,8 @@ from stageline.schedules.schedule import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    # else an even number of ranks would have two actions in one slot
+    """Return the V-Half schedule."""
+    # without it, two actions would have the same slot if the number of ranks is even
     shift = 0 if num_ranks % 2 else 3
 
     def slots(rank: int) -> Slots:

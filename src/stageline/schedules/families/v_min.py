@@ -13,7 +13,8 @@ from stageline.schedules.schedule import Schedule
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    # else a multiple of 3 ranks would have two actions in one slot
+    """Return the V-Min schedule."""
+    # without it, two actions would have the same slot if the number of ranks is a multiple of 3
     shift = 0 if num_ranks % 3 else 2
 
     def slots(rank: int) -> Slots:

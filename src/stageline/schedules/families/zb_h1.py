@@ -13,4 +13,5 @@ from stageline.schedules.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the ZB-H1 schedule."""
     return split_1f1b(num_ranks, num_microbatches, lead=1)

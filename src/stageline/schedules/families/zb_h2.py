@@ -13,4 +13,5 @@ from stageline.schedules.schedule import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the ZB-H2 schedule."""
     return split_1f1b(num_ranks, num_microbatches, lead=2)

@@ -5,24 +5,27 @@ rank 1 │ .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 I0 W0 f3 i2 I1 w2 i3 I2 W1 I3 w3 
 rank 2 │ .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 I1 i2 I2 w1 i3 I3 W1 w2 W2 w3 W3
          p = 3, m = 4, the second chunk in lower case
 
-The phases of a rank and their lengths are those that torch.distributed.pipelining gives its ZBV
-schedule; where W stand is our own.
+The phases of a rank and their lengths are those of torch.distributed.pipelining's ZBV schedule; the
+positions of W are Stageline's own.
 """
 
 from __future__ import annotations
 
 from stageline.schedules.action import Kind
 from stageline.schedules.families.fill_waits import fill_waits
-from stageline.schedules.families.steps import Step, numbered
+from stageline.schedules.families.row_steps import Step, number_steps
 from stageline.schedules.placement import wave
 from stageline.schedules.schedule import Schedule
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Fewer than 2p - 1 micro-batches run the schedule of that many, the missing ones left out."""
+    """Return the ZB-V schedule.
+
+    With fewer than 2p - 1 micro-batches it is the schedule of 2p - 1 without the missing ones.
+    """
     enough = max(num_microbatches, 2 * num_ranks - 1)
     rows = [
-        [a for a in numbered(_row(rank, num_ranks, enough)) if a.microbatch < num_microbatches]
+        [a for a in number_steps(_row(rank, num_ranks, enough)) if a.microbatch < num_microbatches]
         for rank in range(num_ranks)
     ]
     return Schedule.of(fill_waits(rows, 2 * num_ranks), wave(num_ranks))

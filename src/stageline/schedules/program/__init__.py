@@ -1,1 +1,1 @@
-"""From schedules to programs: sends, receives, reductions and optimizer steps."""
+"""Programs, and the lowering of schedules to them: sends, receives, reductions, steps."""

@@ -1,4 +1,4 @@
-"""From a schedule to a program: add sends, receives, reductions and optimizer steps."""
+"""Lower a schedule to a program: add sends, receives, reductions and optimizer steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Iterable
 from stageline.arguments import check_type
 from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
-from stageline.schedules.program.lowering import lowered
-from stageline.schedules.program.program import Program
+from stageline.schedules.program.insert_communication import insert_communication
+from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program
 from stageline.schedules.schedule import Schedule
 
 
-def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
-    """Write out everything that `schedule` leaves unsaid.
+def lower(
+    schedule: Schedule, edges: Iterable[Edge] | None = None, epilogue: Epilogue = NO_EPILOGUE
+) -> Program:
+    """Return the program of a schedule: its actions with all communication and optimizer steps.
 
-    `edges` are the values that pass between stages, as (writer, reader); by default each stage
-    reads what the one before it wrote. A value goes straight to its reader, through none between.
+    `edges` are the values passed between stages, as (writer, reader). By default each stage reads
+    the output of the previous one. A value is sent directly to its reader, not through the stages
+    between. `epilogue` is what the model needs before its optimizer steps: sums over tied weights,
+    updates of running statistics, clipping.
 
     >>> program = lower(Schedule.from_text("0F0 0B0", "1F0 1B0"))
     >>> print(*program.actions[0])
@@ -24,4 +28,4 @@ def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Program:
     """
     check_type("a schedule", schedule, Schedule, "build one with sl.build_schedule")
     check(schedule)
-    return lowered(schedule, edges)
+    return insert_communication(schedule, edges, epilogue)

@@ -1,8 +1,8 @@
-"""A program: a schedule with its sends, receives, reductions and optimizer steps written out."""
+"""Define `Program`: a schedule with its sends, receives, reductions and optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +14,46 @@ from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.edges import Edge, Routes
 from stageline.schedules.placement import Placement, Replicas, ranks_of
-from stageline.schedules.precedence import Waits
 from stageline.schedules.schedule import Rows, Schedule, as_numbers, as_rows, is_scheduled
+from stageline.schedules.task_graph import Dependencies
 
-TWIN = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+RECEIVE_KIND = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+OVERLAPPED = (*RECEIVE_KIND, Kind.REDUCE_GRAD)  # these run beside what their rank computes
+
+
+class Epilogue(NamedTuple):
+    """The actions of a model at the end of each mini-batch, in addition to reductions and steps."""
+
+    reduces_tied: bool = False  # several layers share a weight
+    stages_with_stats: tuple[int, ...] = ()  # stages whose running statistics are updated
+    clips: bool = False  # gradients are clipped before the optimizer steps
+
+    def actions(self, stages: Iterable[int], version: int = NO_VERSION) -> Iterator[Action]:
+        """Yield the actions of a rank before its optimizer steps.
+
+        Tied weights and clipping concern a whole rank, and belong to its first stage here.
+        """
+        stages = sorted(stages)
+        if self.reduces_tied and stages:
+            yield Action(stages[0], Kind.REDUCE_TIED, version=version)
+        for stage in stages:
+            if stage in self.stages_with_stats:
+                yield Action(stage, Kind.UPDATE_STATS, version=version)
+        if self.clips and stages:
+            yield Action(stages[0], Kind.CLIP_GRAD, version=version)
+
+
+NO_EPILOGUE = Epilogue()
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank does in one step, in order; the simulator and the runtime both execute it.
+    """The ordered actions of every rank, which the simulator and the runtime both execute.
 
-    A send hands its message over and goes on. A receive only asks for a message; the action that
-    needs it waits for it. Messages from one rank to another are asked for in the order of sends.
-    A reduction starts where it stands and runs beside what follows, until its optimizer step;
-    which waits for those of the stage's replicas too.
+    A send is asynchronous. A receive is posted and does not block: the action that needs the
+    message waits for it. Messages between two ranks are received in the order in which they are
+    sent. A reduction starts at its position and overlaps with the following actions. Its optimizer
+    step waits for it, and for the reductions of the stage's other replicas.
     """
 
     actions: Rows
@@ -35,20 +61,21 @@ class Program:
     edges: tuple[Edge, ...]
     name: str = field(default="", compare=False)
     replicas: Replicas = ()
+    epilogue: Epilogue = NO_EPILOGUE
 
     def __post_init__(self) -> None:
-        """Lists become tuples, as in a schedule."""
+        """Convert lists to tuples, so that the program cannot change."""
         object.__setattr__(self, "actions", as_rows(self.actions))
         object.__setattr__(self, "placement", as_numbers("placement", self.placement))
         object.__setattr__(self, "replicas", as_numbers("replicas", self.replicas))
 
     def to_csv(self, path: str | Path) -> None:
-        """One row per rank, in the form that torch calls compute_comms."""
+        """Write one row per rank, in the format that torch calls compute_comms."""
         write_text(path, csv.render(self.actions), ScheduleError)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The compute actions alone, and the steps of a stream."""
+        """Return the compute actions only, with the optimizer steps if this is a stream."""
         rows = tuple(tuple(a for a in row if is_scheduled(a)) for row in self.actions)
         return Schedule(rows, self.placement, self.name, self.replicas)
 
@@ -57,54 +84,59 @@ class Program:
         return Routes(self.edges, self.placement, self.replicas)
 
 
-def twin(send: Action) -> Action:
-    """The receive at the other end of a send."""
-    return Action(send.peer, TWIN[send.kind], send.microbatch, send.stage)
+def receive_of(send: Action) -> Action:
+    """Return the receive that matches a send."""
+    return Action(send.peer, RECEIVE_KIND[send.kind], send.microbatch, send.stage)
 
 
-class Tasks(NamedTuple):
-    """A program as numbered tasks on lanes, for `run_lanes`.
+class ProgramTasks(NamedTuple):
+    """A program as numbered tasks on lanes, the input of `run_lanes`.
 
-    The first lanes are the ranks, with a task for each action of theirs. Then come a lane for each
-    pair of ranks, on which messages follow each other, and a lane for each rank's reductions.
+    The first lanes are the ranks, with one task for each of their actions. Then follow one lane
+    for each pair of ranks, which carries their messages in order, and one for each rank's
+    reductions.
     """
 
-    background: dict[Name, int]  # messages by their send, reductions by their start
+    background: dict[RankAction, int]  # a message by its send, a reduction by its REDUCE_GRAD
     lanes: list[list[int]]
-    waits: Waits
+    dependencies: Dependencies
 
     @property
     def num_tasks(self) -> int:
-        return len(self.waits.rows)
+        return len(self.dependencies.rows)
 
 
-Name = tuple[int, Action]  # a rank, and one of its actions without the version that it uses
+RankAction = tuple[int, Action]  # a rank, and one of its actions without the weight version
 
 
 def program_tasks(
     program: Program, delay: Callable[[Action], float], *, rendezvous: bool = False
-) -> Tasks:
-    """With `rendezvous`, a rank stays in its send until the other end has asked for the message."""
-    home = program.routes.home
-    names = [(rank, _bare(action)) for rank, row in enumerate(program.actions) for action in row]
+) -> ProgramTasks:
+    """Return a program's tasks; with `rendezvous`, a send blocks until its receive is posted."""
+    rank_of = program.routes.rank_of
+    names = [
+        (rank, _without_version(action))
+        for rank, row in enumerate(program.actions)
+        for action in row
+    ]
     numbers = {name: number for number, name in enumerate(names)}
-    numbers |= {  # a B goes by the name of its I as well
+    numbers |= {  # a B is also found as the I that it contains
         (rank, a._replace(kind=Kind.I)): numbers[rank, a] for rank, a in names if a.kind is Kind.B
     }
-    flying = [name for name in names if name[1].kind in TWIN or name[1].kind is Kind.REDUCE_GRAD]
-    background = {name: len(names) + i for i, name in enumerate(flying)}
+    overlapped = [(rank, a) for rank, a in names if a.kind in OVERLAPPED]
+    background = {name: len(names) + i for i, name in enumerate(overlapped)}
 
     def awaited(send: Action) -> int:
-        return background[home(send.stage, send.microbatch), send]
+        return background[rank_of(send.stage, send.microbatch), send]
 
     def other_end(send: Action) -> int:
-        return numbers[home(send.peer, send.microbatch), twin(send)]
+        return numbers[rank_of(send.peer, send.microbatch), receive_of(send)]
 
     def waits(rank: int, action: Action) -> Iterator[tuple[int, float]]:
         if action.kind in COMPUTE:
             yield from ((awaited(a), delay(a)) for a in program.routes.awaited(action))
         yield from ((numbers[rank, a], 0.0) for a in _needs(program.routes, action))
-        if rendezvous and action.kind in TWIN:
+        if rendezvous and action.kind in RECEIVE_KIND:
             yield other_end(action), 0.0
         if action.kind is Kind.STEP:
             reduction = action._replace(kind=Kind.REDUCE_GRAD)
@@ -112,23 +144,24 @@ def program_tasks(
                 yield background[replica, reduction], 0.0
 
     waits_of_all = [list(waits(*name)) for name in names]
-    for name in flying:
-        ends = [other_end(name[1])] if name[1].kind in TWIN else []
+    for name in overlapped:
+        ends = [other_end(name[1])] if name[1].kind in RECEIVE_KIND else []
         waits_of_all.append([(number, 0.0) for number in (numbers[name], *ends)])
     rows = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
     count = iter(range(len(names)))
     lanes = [[next(count) for _ in row] for row in program.actions]
-    return Tasks(background, lanes + _background_lanes(program, background), Waits(1, rows))
+    lanes += _background_lanes(program, background)
+    return ProgramTasks(background, lanes, Dependencies(1, rows))
 
 
-def _bare(action: Action) -> Action:
-    """What is needed is an action's result, whatever weights it used."""
+def _without_version(action: Action) -> Action:
+    """Return an action without its version: others need its result, whatever weights it used."""
     is_plain = action.version == NO_VERSION or action.kind not in COMPUTE
     return action if is_plain else action._replace(version=NO_VERSION)
 
 
 def _needs(routes: Routes, action: Action) -> Iterator[Action]:
-    """What must have run on the same rank; a gradient goes by the name of I, be it I or B."""
+    """Yield the actions that must precede one on the same rank; I represents both I and B."""
     stage, kind, microbatch, _, _ = action
     if kind is Kind.F:
         near = (s for s in routes.writers[stage] if not routes.crosses(s, stage))
@@ -143,10 +176,10 @@ def _needs(routes: Routes, action: Action) -> Iterator[Action]:
         yield Action(stage, Kind.I, microbatch)
 
 
-def _background_lanes(program: Program, background: dict[Name, int]) -> list[list[int]]:
+def _background_lanes(program: Program, background: dict[RankAction, int]) -> list[list[int]]:
     lanes: dict[tuple[int, int | None], list[int]] = {}
     for (rank, action), number in background.items():
-        is_message = action.kind in TWIN
-        target = program.routes.home(action.peer, action.microbatch) if is_message else None
+        is_message = action.kind in RECEIVE_KIND
+        target = program.routes.rank_of(action.peer, action.microbatch) if is_message else None
         lanes.setdefault((rank, target), []).append(number)
     return list(lanes.values())

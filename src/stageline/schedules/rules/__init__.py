@@ -1,1 +1,1 @@
-"""The rules that schedules, streams and programs are checked against."""
+"""The rules of schedules, streams and programs."""

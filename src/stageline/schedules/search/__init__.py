@@ -1,1 +1,1 @@
-"""The search for the best order of F, I and W: a problem, ways to make orders, small moves."""
+"""The search for the best order of F, I and W: list scheduling, then local search."""

@@ -1,7 +1,7 @@
-"""How much the search may spend, in tasks and not in seconds: the same call spends the same.
+"""Limit the work of a search by a number of tasks, not by a clock, so that it is reproducible.
 
-A clock would make the result depend on what else the machine does. Ranks that search each for
-itself would end up with different schedules, and wait for each other for ever.
+With a clock, the result would depend on the load of the machine. Ranks that search independently
+would find different schedules, and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-TASKS_PER_SECOND = 500_000  # timed by one core of a small machine, and that with caution
-NUM_TIMINGS = 700  # without a time budget: as much as timing so many orders costs ...
-MOST_SECONDS = 8.0  # ... but not more than this
+TASKS_PER_SECOND = 500_000  # a cautious estimate of what one core of a small machine times
+NUM_TIMINGS = 700  # without a time budget, the work of timing this many orders ...
+MOST_SECONDS = 8.0  # ... but at most this
 SILENT_SECONDS = 1.0
 
 
-class Budget:
-    """Counts down; shows a progress bar on a terminal once a second has passed."""
+class SearchBudget:
+    """A limit on the tasks to time; shows a progress bar on a terminal after one second."""
 
     def __init__(self, num_tasks: float) -> None:
         self.num_tasks, self.num_spent = num_tasks, 0.0
@@ -30,18 +30,19 @@ class Budget:
         self.bar: tuple[Progress, TaskID] | None = None
 
     @staticmethod
-    def of(tasks_per_order: int, time_budget: float | None) -> Budget:
+    def of(tasks_per_order: int, time_budget: float | None) -> SearchBudget:
+        """Return the budget for `time_budget` seconds, or the default one."""
         if time_budget is not None:
-            return Budget(time_budget * TASKS_PER_SECOND)
-        return Budget(min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND))
+            return SearchBudget(time_budget * TASKS_PER_SECOND)
+        return SearchBudget(min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND))
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.num_spent >= self.num_tasks
 
-    def may_spend(self, num_tasks: int) -> bool:
-        """Whether there was anything left to spend; it is spent then."""
-        if self.is_spent:
+    def spend(self, num_tasks: int) -> bool:
+        """Spend from the budget; return False, and spend nothing, if it is exhausted."""
+        if self.is_exhausted:
             return False
         self.num_spent += num_tasks
         self._show()
@@ -51,12 +52,12 @@ class Budget:
         if self.bar is None:
             if time.monotonic() - self.started < SILENT_SECONDS or not sys.stderr.isatty():
                 return
-            from rich.console import Console  # noqa: PLC0415  0.05 s that a short search saves
+            from rich.console import Console  # noqa: PLC0415  takes 0.05 s, which a short search need not spend
             from rich.progress import Progress  # noqa: PLC0415
 
             progress = Progress(console=Console(stderr=True), transient=True)
             progress.start()
-            self.bar = progress, progress.add_task("searching a schedule", total=self.num_tasks)
+            self.bar = progress, progress.add_task("searching for a schedule", total=self.num_tasks)
         progress, task = self.bar
         progress.update(task, completed=self.num_spent)
 

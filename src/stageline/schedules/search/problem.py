@@ -1,4 +1,4 @@
-"""What the search is given, laid out flat for speed: times, sizes and limits by task and stage."""
+"""Define the search problem, with times and sizes as flat lists by task for speed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from stageline.costs import Costs
 from stageline.schedules.action import Action, Kind
-from stageline.schedules.bounds import ROUNDING, Bounds, lower_bounds
+from stageline.schedules.action_times import ActionTimes
 from stageline.schedules.edges import chain
+from stageline.schedules.lower_bounds import ROUNDING, Bounds, lower_bounds
 from stageline.schedules.placement import Placement, stages_by_rank
-from stageline.schedules.precedence import Numbering, Waits, run_lanes, waits_of
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.times import Times
+from stageline.schedules.task_graph import Dependencies, TaskNumbering, dependencies_of, run_lanes
 
 T = TypeVar("T")
 Lanes = list[list[int]]  # for each rank, its tasks in order
@@ -22,8 +22,8 @@ PHASES = (Kind.F, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The best order of F, I and W on this placement, with at most `limits[rank]` activations."""
+class SearchProblem:
+    """The problem: order F, I and W on a placement with at most `limits[rank]` activations."""
 
     placement: Placement
     num_microbatches: int
@@ -44,21 +44,21 @@ class Problem:
 
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
-        """Of each rank, ascending."""
+        """Return the stages of each rank, ascending."""
         return stages_by_rank(self.placement, self.num_ranks)
 
     @cached_property
-    def numbering(self) -> Numbering:
-        return Numbering(self.num_stages, self.num_microbatches)
+    def numbering(self) -> TaskNumbering:
+        return TaskNumbering(self.num_stages, self.num_microbatches)
 
     @cached_property
     def durations(self) -> list[float]:
-        """By task."""
+        """Return the duration of each task."""
         return self._by_task([self.times.durations[kind] for kind in PHASES])
 
     @cached_property
-    def takes(self) -> list[float]:
-        """By task, what it adds to the activations of its rank; most tasks give some back."""
+    def memory_changes(self) -> list[float]:
+        """Return how much each task adds to its rank's activations; I and W free some."""
         activation, retained = self.activation, self.costs.per_stage("retained", self.num_stages)
         inputs = tuple(
             kept - all_of_it for all_of_it, kept in zip(activation, retained, strict=True)
@@ -66,26 +66,28 @@ class Problem:
         return self._by_task([activation, inputs, tuple(-kept for kept in retained)])
 
     @cached_property
-    def hops(self) -> list[tuple[int, float]]:
-        """By task, the task that its result makes possible and the way there; -1 if there is none.
+    def successors(self) -> list[tuple[int, float]]:
+        """Return the task that needs each task's result, or -1, and the transfer time.
 
         Forwards go up to the last stage, input gradients down to the first.
         """
         size, last = self.num_microbatches, self.num_stages - 1
-        num_forwards, way = size * self.num_stages, self.times.whole_way
-        hops: list[tuple[int, float]] = []
+        num_forwards, transfer_time = size * self.num_stages, self.times.transfer_time
+        successors: list[tuple[int, float]] = []
         for stage in range(self.num_stages):
-            step, delay = (size, way(stage, stage + 1)) if stage < last else (num_forwards, 0.0)
-            hops += [(task + step, delay) for task in range(stage * size, (stage + 1) * size)]
-        hops += [(-1, 0.0)] * size
+            step, delay = (
+                (size, transfer_time(stage, stage + 1)) if stage < last else (num_forwards, 0.0)
+            )
+            successors += [(task + step, delay) for task in range(stage * size, (stage + 1) * size)]
+        successors += [(-1, 0.0)] * size
         for stage in range(1, self.num_stages):
-            first, delay = num_forwards + stage * size, way(stage, stage - 1)
-            hops += [(task - size, delay) for task in range(first, first + size)]
-        return hops + [(-1, 0.0)] * num_forwards
+            first, delay = num_forwards + stage * size, transfer_time(stage, stage - 1)
+            successors += [(task - size, delay) for task in range(first, first + size)]
+        return successors + [(-1, 0.0)] * num_forwards
 
     @cached_property
-    def homes(self) -> list[int]:
-        """By task, its rank."""
+    def rank_of_task(self) -> list[int]:
+        """Return the rank of each task."""
         return self._by_task([self.placement] * len(PHASES))
 
     def _by_task(self, phases: Sequence[Sequence[T]]) -> list[T]:
@@ -93,16 +95,16 @@ class Problem:
         return [value for phase in phases for value in phase for _ in range(size)]
 
     @cached_property
-    def times(self) -> Times:
-        return Times(self.costs, self.placement)
+    def times(self) -> ActionTimes:
+        return ActionTimes(self.costs, self.placement)
 
     @cached_property
-    def waits(self) -> Waits:
-        return waits_of(self.numbering, chain(self.num_stages), self.times.whole_way)
+    def dependencies(self) -> Dependencies:
+        return dependencies_of(self.numbering, chain(self.num_stages), self.times.transfer_time)
 
     @cached_property
-    def instant(self) -> float:
-        """Too short to matter: times that should be equal differ by less, from rounding."""
+    def tolerance(self) -> float:
+        """Return a tolerance: times that should be equal differ by less, from rounding."""
         return 1e-9 * max(self.durations, default=0.0)
 
     @cached_property
@@ -117,7 +119,7 @@ class Problem:
         return task // self.num_microbatches % self.num_stages
 
     def lanes(self, schedule: Schedule) -> Lanes:
-        """The order of a schedule, its B taken apart into I and W."""
+        """Return the tasks of a schedule, with each B split into I and W."""
         halves = {Kind.B: (Kind.I, Kind.W)}
         return [
             self.numbering.lane(
@@ -129,6 +131,7 @@ class Problem:
         ]
 
     def schedule(self, lanes: Lanes, name: str) -> Schedule:
+        """Return the schedule of an order."""
         size, num_stages = self.num_microbatches, self.num_stages
 
         def action(task: int) -> Action:
@@ -138,10 +141,10 @@ class Problem:
         return Schedule.of((map(action, lane) for lane in lanes), self.placement, name)
 
     def fits(self, lane: list[int], rank: int) -> bool:
-        """Whether a rank's order stays within its memory."""
-        held, limit, takes = 0.0, self.limits[rank] * ROUNDING, self.takes
+        """Return whether a rank's order stays within its memory limit."""
+        held, limit, memory_changes = 0.0, self.limits[rank] * ROUNDING, self.memory_changes
         for task in lane:
-            held += takes[task]
+            held += memory_changes[task]
             if held > limit:
                 return False
         return True
@@ -149,15 +152,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order and when its tasks run; the better of two has the shorter longest span."""
+    """An order with the times of its tasks; the one with the shortest longest span is best."""
 
     lanes: Lanes
     starts: list[float]
     ends: list[float]
 
     @staticmethod
-    def of(problem: Problem, lanes: Lanes) -> Candidate:
-        run = run_lanes(lanes, problem.durations, problem.waits)
+    def of(problem: SearchProblem, lanes: Lanes) -> Candidate:
+        """Return the candidate of an order."""
+        run = run_lanes(lanes, problem.durations, problem.dependencies)
         return Candidate(lanes, run.starts, run.ends)
 
     @cached_property
@@ -170,17 +174,17 @@ class Candidate:
 
     @cached_property
     def score(self) -> tuple[float, float, float]:
-        """The smaller the better: span, then makespan, then how late all F and I end."""
+        """Return longest span, makespan and the sum of the ends of F and I; lower is better."""
         num_forwards_and_inputs = len(self.ends) * 2 // 3
         late = sum(self.ends[:num_forwards_and_inputs])
-        return _ten_digits(self.span), _ten_digits(max(self.ends)), late
+        return _rounded(self.span), _rounded(max(self.ends)), late
 
     def reaches(self, bounds: Bounds) -> bool:
-        """Whether it is proven that no order is better."""
+        """Return whether the order reaches the bounds, so that none is better."""
         span, makespan, _ = self.score
-        return span <= _ten_digits(bounds.span) and makespan <= _ten_digits(bounds.makespan)
+        return span <= _rounded(bounds.span) and makespan <= _rounded(bounds.makespan)
 
 
-def _ten_digits(value: float) -> float:
-    """Equal sums of times differ in their last digits by the order of adding."""
+def _rounded(value: float) -> float:
+    """Return a time with ten digits: the last ones of a sum depend on the order of its terms."""
     return float(f"{value:.10g}")

@@ -1,4 +1,4 @@
-"""What all ranks must have in common before they work together, in few words each."""
+"""Check that all ranks are about to do the same, before they work together."""
 
 from __future__ import annotations
 
@@ -8,49 +8,64 @@ from typing import Any
 
 import torch
 
-from stageline.model.layers import LayerSequence
+from stageline.errors import ModelError
 from stageline.runtime import trees
-from stageline.runtime.engine.loop import Step
-from stageline.runtime.engine.stage import Target
-from stageline.schedules.schedule import Schedule
+from stageline.runtime.backends.backend import Collectives
+from stageline.runtime.engine.minibatch import MiniBatch
+from stageline.runtime.placement.layout import Layout
+from stageline.runtime.stage.stage_values import Target
 
 
-def signature(
-    schedule: Schedule,
-    layers: LayerSequence,
-    balance: Sequence[int],
-    recompute: Sequence[str],
-    step: Step,
-) -> dict[str, str]:
+def check_agreement(
+    layout: Layout, recompute: Sequence[str], minibatch: MiniBatch, collectives: Collectives
+) -> None:
+    """Raise on every rank unless all have the same model, schedule, options and data."""
+    if all(map(collectives.has, range(layout.schedule.num_ranks))):
+        return
+    found = collectives.gather(signature(layout, recompute, minibatch), "their arguments")
+    for what, here in found[0].items():
+        others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
+        if others:
+            rank, there = next(iter(others.items()))
+            raise ModelError(
+                f"{what}: rank 0 has {here}, but rank {rank} has {there}: all ranks make the same "
+                "calls with the same arguments"
+            )
+
+
+def signature(layout: Layout, recompute: Sequence[str], minibatch: MiniBatch) -> dict[str, str]:
+    """Return what all ranks must have in common, in few words each."""
+    schedule, layers = layout.schedule, layout.layers
     shapes = [
         (layer.name, name, tuple(tensor.shape), str(tensor.dtype))
         for layer in layers
         for name, tensor in layer.module.named_parameters()
     ]
+    inputs = minibatch.inputs
     batch = {
-        name: [tuple(tensor.shape) for part in step.inputs for tensor in trees.tensors(part[name])]
-        for name in sorted(step.inputs[0])
+        name: [tuple(tensor.shape) for part in inputs for tensor in trees.tensors(part[name])]
+        for name in sorted(inputs[0])
     }
     return {
         "num_microbatches": str(schedule.num_microbatches),
         "schedule": f"{schedule.name!r} ({_digest(schedule.actions)})",
         "model": f"{len(layers)} layers ({_digest(shapes)})",
-        "balance": str(list(balance)),
+        "balance": str(list(layout.balance)),
         "recompute": str(list(recompute)),
-        "seed": f"{step.seed}, step {step.number}",
+        "seed": f"{minibatch.seed}, step {minibatch.number}",
         "batch": str(batch),
-        "data": _digest([_numbers(part) for part in (*step.inputs, *step.targets)]),
+        "data": _digest([_numbers(part) for part in (*inputs, *minibatch.targets)]),
         "torch": str(torch.__version__),
     }
 
 
 def _digest(value: object) -> str:
-    """A few letters that differ if anything does."""
+    """Return a few letters that differ if anything does."""
     return blake2b(repr(value).encode(), digest_size=4).hexdigest()
 
 
 def _numbers(tree: Any) -> list[bytes]:
-    """What is in the tensors of a micro-batch, or of its target."""
+    """Return the bytes of the tensors of a micro-batch, or of its target."""
     tree = tree.target if isinstance(tree, Target) else tree
     flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in trees.tensors(tree))
     return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]

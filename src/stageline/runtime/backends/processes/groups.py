@@ -19,8 +19,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.backends.backend import Group
+from stageline.runtime.backends.processes.failure_watch import (
+    CHECKPOINT_TIMEOUT,
+    START_UP_TIMEOUT,
+    FailureWatch,
+)
+from stageline.runtime.backends.processes.heartbeats import call_with_timeout, store_unreachable
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
-from stageline.runtime.backends.processes.watch import PATIENCE, START_UP, Watch, no_answer, within
+from stageline.torch_private import default_store, set_group_timeout
 
 NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
@@ -28,7 +35,7 @@ CONNECT = 30.0  # seconds, at least, for processes that are all there to connect
 SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
 
 
-class OwnGroup:
+class OwnedGroup:
     """A process group, and the one lasting reference to it: its threads end when that is dropped.
 
     They have to before the interpreter does: a thread that lets go of a tensor later than that
@@ -53,18 +60,18 @@ def _let_go(held: list[dist.ProcessGroup]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessGroups:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
-    watch: Watch
-    own_pipeline: OwnGroup
-    own_everyone: OwnGroup
-    own_saves: OwnGroup  # for the thread of a save under way, and for nobody else
-    own_replicas: OwnGroup | None  # None: there is one replica
-    own_siblings: OwnGroup | None  # those that hold the same stage, and take turns; None: none does
+    watch: FailureWatch
+    own_pipeline: OwnedGroup
+    own_everyone: OwnedGroup
+    own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
+    own_replicas: OwnedGroup | None  # None: there is one replica
+    own_siblings: OwnedGroup | None  # ranks that hold the same stage, if any do
     replica: int
     num_replicas: int
-    speaks: bool  # of several processes with the same part of the same replica, one speaks
+    is_first_part: bool  # the first of several processes that hold parts of the same tensors
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
@@ -74,20 +81,19 @@ class Place:
     def everyone(self) -> dist.ProcessGroup:
         return self.own_everyone.now
 
-    @property
-    def saves(self) -> dist.ProcessGroup:
-        return self.own_saves.now
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        return self.own_replicas.now if self.own_replicas else None
-
-    @property
-    def siblings(self) -> dist.ProcessGroup | None:
-        return self.own_siblings.now if self.own_siblings else None
+    def of(self, group: Group) -> dist.ProcessGroup | None:
+        """Return a group; None if this process is alone in it."""
+        own = {
+            Group.PIPELINE: self.own_pipeline,
+            Group.REPLICAS: self.own_replicas,
+            Group.SIBLINGS: self.own_siblings,
+            Group.EVERYONE: self.own_everyone,
+            Group.SAVES: self.own_saves,
+        }[group]
+        return own.now if own is not None else None
 
     def hang_up(self) -> None:
-        """Close all lines, so that nobody goes on waiting at the other end, or at this one."""
+        """Close all connections, so that nobody goes on waiting at either end."""
         for own in self._own:
             if own.close.alive:
                 hang_up(own.now)
@@ -97,14 +103,14 @@ class Place:
             own.close()
 
     @property
-    def _own(self) -> list[OwnGroup]:
+    def _own(self) -> list[OwnedGroup]:
         always = (self.own_pipeline, self.own_everyone, self.own_saves)
         found = (*always, self.own_replicas, self.own_siblings)
         return [own for own in found if own is not None]
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Nothing ends gloo's waiting for a message but a wait that is over: that closes the line."""
+    """Close a group's connections, by a wait that times out: nothing else ends gloo's waits."""
     try:
         peers = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -117,10 +123,10 @@ def hang_up(group: dist.ProcessGroup) -> None:
                 nothing.wait(timedelta(milliseconds=1))
 
 
-def find_place(
+def connect(
     mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
-) -> Place:
-    """Find this process among those of the mesh, and connect it to them; all of them call this.
+) -> ProcessGroups:
+    """Find this process among those of the mesh, and connect it to them; all of them call it.
 
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
     the ranks of each stage, if they take turns.
@@ -146,7 +152,7 @@ def find_place(
     everyone = [grid.flatten().tolist()]
     turns = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     try:
-        place = Place(
+        groups = ProcessGroups(
             watch,
             _own_group(rows, limit),
             # what is told are numbers in this process's memory, so not NCCL
@@ -162,33 +168,33 @@ def find_place(
         told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{told}\n  {error}") from None
-    watch.stop = place.hang_up
-    return place
+    watch.cancel_waits = groups.hang_up
+    return groups
 
 
-def _assembled(grid: torch.Tensor, limit: float) -> Watch:
+def _assembled(grid: torch.Tensor, limit: float) -> FailureWatch:
     """A watch over all processes of the mesh, when all of them are there."""
     names = [_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
-    store = within(max(START_UP, limit), lambda: _store_for(ranks))
+    store = call_with_timeout(max(START_UP_TIMEOUT, limit), lambda: _store_for(ranks))
     if store is None:
-        raise StageError(f"no pipeline could be made: {no_answer(names[0])}")
+        raise StageError(f"no pipeline could be made: {store_unreachable(names[0])}")
     if dist.get_rank() == 0:  # on whose machine it is
         warn_if_reachable(store)
-    watch = Watch(store, names, ranks.index(dist.get_rank()), limit)
+    watch = FailureWatch(store, names, ranks.index(dist.get_rank()), limit)
     try:
         watch.start()
     except TimeoutError as error:
         watch.leave()
         verb = "have" if "," in str(error) else "has"
         told = (
-            f"{error} {verb} not made the pipeline within {max(START_UP, limit):g} s of "
+            f"{error} {verb} not made the pipeline within {max(START_UP_TIMEOUT, limit):g} s of "
             f"{watch.name}: look for what ended a process before that, or for calls that not all "
             "ranks make"
         )
         raise StageError(told) from None
-    if watch.failure is not None or not watch.has_answer:
-        told = watch.failure or watch.tell(f"{watch.name} could not reach the others")
+    if watch.failure is not None or not watch.is_store_reachable:
+        told = watch.failure or watch.report_failure(f"{watch.name} could not reach the others")
         watch.leave()
         raise StageError(told)
     return watch
@@ -208,7 +214,7 @@ def _name(index: int, grid: torch.Tensor) -> str:
 
 def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
     """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
-    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
+    whole = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
     who = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}/{who}", whole)
@@ -235,13 +241,13 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnGroup:
+def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnedGroup:
     """All processes make all groups, in the same order; gives back the one that this is in."""
     connect = timedelta(seconds=max(limit, CONNECT))
     groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
     # from here on the watch ends waits, and knows who is late for a reason
-    longest = timedelta(seconds=max(limit, PATIENCE, START_UP) + SLACK)
-    dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
-    return OwnGroup(mine)
+    longest = timedelta(seconds=max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK)
+    set_group_timeout(mine, longest)
+    return OwnedGroup(mine)

@@ -1,7 +1,7 @@
-"""Whether other machines can reach the store in which ranks find each other.
+"""Check whether other machines can reach the rendezvous store.
 
-It has no password: who can connect to it can change what ranks read there, and end their work.
-Torch's own store listens on all addresses, whatever MASTER_ADDR says.
+The store has no password: whoever can connect to it can change what ranks read there, and stop
+them. Torch's own store listens on all addresses, whatever MASTER_ADDR is.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTENING = "0A"
-WORD = 8  # hexadecimal digits that are written in the machine's own byte order
+WORD = 8  # hexadecimal digits, which are in the machine's own byte order
 
 
 def warn_if_reachable(store: Store) -> None:
-    """Called where the store is, or on its machine."""
+    """Warn if other machines can reach the store; call it on the machine that has the store."""
     if address := reachable_address(store):
         warnings.warn(
-            f"the rendezvous store listens on {address}, beyond this machine's loopback, and asks "
-            "nobody who they are: on one machine use `stageline run`, which listens on loopback "
-            "only; on several, let a firewall keep others away (docs/scaling.md)",
+            f"the rendezvous store listens on {address}, beyond this machine's loopback, without "
+            "authentication: on one machine use `stageline run`, which listens on loopback only; "
+            "on several, block other hosts with a firewall (docs/scaling.md)",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -45,7 +45,7 @@ def reachable_address(store: Store) -> str | None:
 
 
 def _listening() -> Iterator[tuple[IPv4Address | IPv6Address, int]]:
-    """Of all processes here; nothing on a system that does not tell."""
+    """Yield the addresses and ports that processes listen on; none on systems other than Linux."""
     for table in map(Path, TABLES):
         if table.exists():
             for line in table.read_text().splitlines()[1:]:
@@ -56,7 +56,7 @@ def _listening() -> Iterator[tuple[IPv4Address | IPv6Address, int]]:
 
 
 def _address(text: str) -> IPv4Address | IPv6Address:
-    """As the kernel prints it.
+    """Parse an address as the kernel prints it.
 
     >>> str(_address("0100007F")) if sys.byteorder == "little" else "127.0.0.1"
     '127.0.0.1'

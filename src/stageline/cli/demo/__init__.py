@@ -1,0 +1,1 @@
+"""`stageline demo`: a small GPT trained, verified and drawn in about a minute."""

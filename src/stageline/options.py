@@ -1,0 +1,34 @@
+"""Options of a pipeline that few need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that `Pipeline` takes beside its parameters.
+
+    `seed` decides all random numbers. With `count_fn`, which returns the number of tokens of a
+    target, say, `loss_fn` returns a sum, and the total count divides it. `batch_norm` is
+    "minibatch" or "microbatch": how often running statistics are updated. `accumulate` is "exact",
+    or "fused" to add weight gradients inside matrix products: faster, with another rounding.
+    `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
+    of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
+
+    >>> Options(seed=1).batch_norm
+    'minibatch'
+    """
+
+    seed: int = 0
+    count_fn: Callable[[Any], float | Tensor] | None = None
+    batch_norm: str = "minibatch"
+    accumulate: str = "exact"
+    offload: bool = False
+    max_norm: float | None = None
+    timeout: float = 60.0

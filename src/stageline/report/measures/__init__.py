@@ -1,1 +1,0 @@
-"""Measures of a timeline: idle time, memory, transfers."""

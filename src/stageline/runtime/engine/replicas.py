@@ -1,0 +1,154 @@
+"""Sums over the replicas of a pipeline, or of a stage: gradients, sample counts and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from stageline.runtime.backends.backend import Collectives, Group
+from stageline.runtime.exactness.batch_norm import NormMoments
+from stageline.runtime.placement.layout import Layout
+
+BUCKET = 25 * 2**20  # bytes that are summed at once
+TIED = -1  # in the place of a stage: the weights that several layers use
+
+
+class Replicas:
+    """The other replicas. State: gradients of earlier steps, and sums under way, by stage."""
+
+    def __init__(self, collectives: Collectives, layout: Layout) -> None:
+        self.collectives, self.layout = collectives, layout
+        self.is_isolated = False
+        self.earlier: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[int, list[tuple[Callable[[], Tensor], list[nn.Parameter]]]] = {}
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Compute as if this replica were the only one."""
+        self.is_isolated = True
+        try:
+            yield
+        finally:
+            self.is_isolated = False
+
+    @property
+    def _are_several(self) -> bool:
+        return self.collectives.num_replicas > 1 and not self.is_isolated
+
+    @property
+    def _are_siblings(self) -> bool:
+        return self.collectives.size(Group.SIBLINGS) > 1
+
+    def total(self, count: float) -> float:
+        """Return the sum of a count over all replicas."""
+        if not self._are_several:
+            return count
+        counted = torch.tensor(count, dtype=torch.float64)
+        return float(self.collectives.all_reduce(counted, "sample counts", Group.REPLICAS)())
+
+    def set_gradients_aside(self) -> None:
+        """Keep gradients of earlier steps out of the sums of this one."""
+        self.earlier, self.sums = {}, {}
+        if self._are_several:
+            for parameter in self.layout.parameters():
+                if parameter.grad is not None:
+                    self.earlier[parameter], parameter.grad = parameter.grad, None
+
+    def start(self, stage: int) -> None:
+        """Start to sum a stage's gradients; those of tied weights are not complete yet."""
+        if self._are_several or self._are_siblings:
+            parameters = self.layout.stage_parameters(stage)
+            tied = {} if self.layout.schedule.is_stream else self.layout.tied
+            self._start(stage, [p for p in parameters if p.requires_grad and p not in tied])
+
+    def start_tied(self) -> None:
+        """Start to sum the gradients of the tied weights of this process."""
+        if self._are_several:
+            here = set(self.layout.parameters())
+            self._start(TIED, [p for p in self.layout.tied if p in here and p.requires_grad])
+
+    def _start(self, stage: int, parameters: list[nn.Parameter]) -> None:
+        sums = self.sums.setdefault(stage, [])
+        for bucket in _buckets(parameters):
+            buffer = _flat(bucket)
+            if self._are_several:
+                arrive = self.collectives.all_reduce(buffer, "gradients", Group.REPLICAS)
+            else:  # few, and added up in their order
+                gathered = self.collectives.all_gather(buffer, "gradients", Group.SIBLINGS)
+                arrive = _added(gathered)
+            sums.append((arrive, bucket))
+
+    def finish(self, stage: int) -> None:
+        """Wait for a stage's sums, and add the gradients of earlier steps."""
+        for arrive, bucket in (*self.sums.pop(stage, ()), *self.sums.pop(TIED, ())):
+            _unflatten(arrive(), bucket)
+        if self.earlier:
+            for parameter in self.layout.stage_parameters(stage):
+                gradient = self.earlier.pop(parameter, None)
+                if gradient is not None:
+                    if parameter.grad is not None:
+                        gradient.add_(parameter.grad)
+                    parameter.grad = gradient
+
+    def gather_statistics(self, own: NormMoments) -> NormMoments:
+        """Return what the BatchNorm layers of this process saw in all replicas, in their order."""
+        if self._are_several:
+            found = self.collectives.gather(own, "statistics", Group.REPLICAS)
+        elif self._are_siblings:
+            found = self.collectives.gather(own, "statistics", Group.SIBLINGS)
+        else:
+            return own
+        numbers = sorted({number for seen in found for number in seen})
+        joined = {n: [pair for seen in found for pair in seen.get(n, [])] for n in numbers}
+        if self._are_several:
+            return joined
+        return {n: sorted(pairs, key=lambda pair: pair[0]) for n, pairs in joined.items()}
+
+
+def _added(gathered: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
+    return lambda: reduce(torch.add, gathered())
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters of one type each into buckets not much larger than `BUCKET`."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not buckets or size > BUCKET or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _flat(bucket: list[nn.Parameter]) -> Tensor:
+    """Return all gradients in one tensor, and behind them for each whether it is there."""
+    parts = [
+        torch.zeros(local(p).numel(), dtype=p.dtype, device=p.device)
+        if p.grad is None
+        else local(p.grad).reshape(-1)
+        for p in bucket
+    ]
+    there = [float(p.grad is not None) for p in bucket]
+    return torch.cat([*parts, torch.tensor(there, dtype=parts[0].dtype, device=parts[0].device)])
+
+
+def _unflatten(buffer: Tensor, bucket: list[nn.Parameter]) -> None:
+    sizes = [local(parameter).numel() for parameter in bucket]
+    *parts, there = torch.split(buffer, [*sizes, len(bucket)])
+    for parameter, part, is_there in zip(bucket, parts, there.tolist(), strict=True):
+        if is_there:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part.view(local(parameter).shape))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that several hold together."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -1,0 +1,66 @@
+"""The global norm of gradients, and clipping to it with the bits of `clip_grad_norm_`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from stageline.runtime.backends.backend import Collectives, Group
+from stageline.runtime.engine.replicas import local
+from stageline.runtime.placement.layout import Layout
+
+Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the model
+
+
+def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) -> Tensor:
+    """Scale the gradients of all ranks to a global norm; return the norm that they had."""
+    own = gradient_norms(layout.counted_on(layout.ranks_here))
+    count = len(layout.parameter_numbers)
+    arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
+    norms = list(norms_of(arrive(), own).values())
+    scale_(layout.parameters(), clip_factor(norms, max_norm))
+    return total_norm(norms)
+
+
+def gradient_norms(parameters: Mapping[int, nn.Parameter]) -> Norms:
+    """Return the norm of each parameter that has a gradient."""
+    return {n: gradient_norm(p.grad) for n, p in parameters.items() if p.grad is not None}
+
+
+def gradient_norm(gradient: Tensor) -> Tensor:
+    norm = gradient.norm()
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
+
+
+def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
+    """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact."""
+    table = torch.zeros(2, count, dtype=torch.float64)
+    for number, norm in own.items():
+        table[0, number], table[1, number] = norm, 1.0
+    return table
+
+
+def norms_of(table: Tensor, own: Mapping[int, Tensor]) -> Norms:
+    """Return the norms of a summed table, in the type of this rank's own."""
+    kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
+    rows = enumerate(table.t())
+    return {number: norm.to(kind) for number, (norm, is_there) in rows if is_there}
+
+
+def total_norm(norms: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+
+
+def clip_factor(norms: list[Tensor], max_norm: float) -> Tensor:
+    """Return what to scale gradients by, as torch.nn.utils does; not finite if they are not."""
+    total = total_norm(norms)
+    return (max_norm / (total + 1e-6)).clamp(max=1.0) if torch.isfinite(total) else total
+
+
+def scale_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor.to(parameter.device))

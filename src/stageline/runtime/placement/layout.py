@@ -1,0 +1,149 @@
+"""Where everything is: layers in stages, stages on ranks, ranks on devices and in processes.
+
+A layout is a frozen value. `replan` makes a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageline.errors import ModelError
+from stageline.model.layers import Layer, LayerSequence
+from stageline.schedules.placement import ranks_of
+from stageline.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of each stage, the rank and device of each layer, and which ranks are here."""
+
+    layers: LayerSequence
+    schedule: Schedule
+    stages: tuple[range, ...]  # the numbers of their layers
+    devices: tuple[torch.device | None, ...]  # by rank
+    ranks_here: frozenset[int]  # the ranks that run in this process
+
+    def with_stages(self, stages: Sequence[range]) -> Layout:
+        """Return the layout with other layers in the same stages."""
+        return replace(self, stages=tuple(stages))
+
+    @cached_property
+    def rank_of_layer(self) -> tuple[int, ...]:
+        """Return each layer's rank: of several that hold it, the one that is here, or the first."""
+        ranks = [0] * len(self.layers)
+        for stage, numbers in enumerate(self.stages):
+            holders = ranks_of(self.schedule.placement, self.schedule.replicas, stage)
+            rank = next((rank for rank in holders if rank in self.ranks_here), holders[0])
+            for number in numbers:
+                ranks[number] = rank
+        return tuple(ranks)
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Return the number of layers in each stage."""
+        return tuple(map(len, self.stages))
+
+    def is_here(self, layer: int) -> bool:
+        return self.rank_of_layer[layer] in self.ranks_here
+
+    @cached_property
+    def layers_here(self) -> tuple[Layer, ...]:
+        """Return the layers of this process."""
+        return tuple(layer for n, layer in enumerate(self.layers) if self.is_here(n))
+
+    @cached_property
+    def device_of_layer(self) -> dict[int, torch.device | None]:
+        """Return the devices of the layers of this process."""
+        ranks = enumerate(self.rank_of_layer)
+        return {n: self.devices[rank] for n, rank in ranks if rank in self.ranks_here}
+
+    def stage_device(self, stage: int) -> torch.device | None:
+        """Return the device that a stage runs on."""
+        return self.devices[self.schedule.placement[stage]]
+
+    @property
+    def parameter_numbers(self) -> dict[nn.Parameter, int]:
+        """Return the numbers of all parameters, in the order of the layers."""
+        return {p: number for number, p in enumerate(self.layers.modules.parameters())}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield each parameter of this process once, in the order of the layers."""
+        return nn.ModuleList(layer.module for layer in self.layers_here).parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this process under their names in the model."""
+        seen: set[nn.Parameter] = set()
+        for layer in self.layers_here:
+            for name, parameter in layer.module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield f"{layer.name}.{name}", parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters and buffers of this process under their names in the model."""
+        return LayerSequence(self.layers_here).state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        """Copy parameters and buffers of this process from those of the whole model."""
+        known = {f"{layer.name}." for layer in self.layers}
+        unknown = [name for name in state_dict if not any(map(name.startswith, known))]
+        if strict and unknown:
+            raise ModelError(
+                f"the state has {unknown[0]!r}, but the model has no such parameter or buffer: "
+                "use strict=False to ignore it"
+            )
+        for layer in self.layers_here:
+            prefix = f"{layer.name}."
+            own = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in state_dict.items()
+                if name.startswith(prefix)
+            }
+            try:
+                layer.module.load_state_dict(own, strict=strict)
+            except RuntimeError as error:
+                raise ModelError(f"layer {layer.name!r}: {error}") from error
+
+    def stage_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage's layers, each once."""
+        layers = (self.layers.layers[number] for number in self.stages[stage])
+        return list(dict.fromkeys(p for layer in layers for p in layer.module.parameters()))
+
+    @property
+    def first_rank_of(self) -> dict[nn.Parameter, int]:
+        """Return for each parameter the rank of the first layer that uses it."""
+        ranks: dict[nn.Parameter, int] = {}
+        for layer, rank in zip(self.layers, self.rank_of_layer, strict=True):
+            for parameter in layer.module.parameters():
+                ranks.setdefault(parameter, rank)
+        return ranks
+
+    def counted_on(self, ranks: Iterable[int]) -> dict[int, nn.Parameter]:
+        """Return the parameters of ranks by their numbers, without those of an earlier rank."""
+        ranks = set(ranks)
+        numbers = self.parameter_numbers
+        found = ((numbers[p], p) for p, rank in self.first_rank_of.items() if rank in ranks)
+        return dict(sorted(found, key=lambda pair: pair[0]))
+
+    @property
+    def tied(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Return the weights that several layers use, with the numbers of these layers."""
+        users: dict[nn.Parameter, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            for parameter in layer.module.parameters():
+                users.setdefault(parameter, []).append(number)
+        return {p: tuple(numbers) for p, numbers in users.items() if len(numbers) > 1}
+
+    def tied_on(self, rank: int) -> set[nn.Parameter]:
+        """Return the tied weights whose gradients a rank adds up.
+
+        Where ranks share memory that is the first rank that uses a weight, else all of them.
+        """
+        first, others = self.first_rank_of, self.ranks_here - {rank}
+        return {p for p in self.tied if first[p] not in others}

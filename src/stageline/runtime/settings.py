@@ -1,0 +1,29 @@
+"""How a pipeline computes: everything that its user chose, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
+
+LossFunction = Callable[[Any, Any], Tensor]
+CountFunction = Callable[[Any], float | Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a pipeline does with its layers, wherever they are."""
+
+    loss_fn: LossFunction
+    recompute: tuple[str, ...]  # by stage
+    count_fn: CountFunction | None = None
+    optimizer_fn: OptimizerFunction | None = None
+    scheduler_fn: SchedulerFunction | None = None
+    max_norm: float | None = None
+    batch_norm: str = "minibatch"
+    accumulate: str = "exact"
+    offload: bool = False
