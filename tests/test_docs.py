@@ -64,15 +64,20 @@ def test_there_is_python_to_run() -> None:
     assert found["scaling.md"] >= 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def for_one_process(page: Path) -> list[str]:
+    return [code for code in blocks(page, "python") if not names_processes(code)]
+
+
+@pytest.mark.parametrize(
+    "page", [*filter(for_one_process, PAGES)], ids=lambda page: str(page.relative_to(ROOT))
+)
 @pytest.mark.usefixtures("folder")
 def test_the_python_of_a_page_runs_as_it_stands(page: Path) -> None:
     """From top to bottom, in one session."""
     torch.manual_seed(0)
     names: dict[str, object] = {}
-    for code in blocks(page, "python"):
-        if not names_processes(code):
-            run(code, page, names)
+    for code in for_one_process(page):
+        run(code, page, names)
 
 
 @pytest.mark.slow
@@ -124,11 +129,15 @@ def shell(command: str, folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    sorted({page for page, command in commands() if is_for_one_machine(command)}),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_commands_of_a_page_run_in_their_order(page: Path, folder: Path) -> None:
     for where, command in commands():
         if where == page and is_for_one_machine(command):
-            shell(command, folder)
+            assert shell(command, folder) == 0
 
 
 def test_files_that_commands_name_are_there() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import stageline as sl
 from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile
@@ -23,7 +22,6 @@ from stageline.planning.replan import (
 )
 from stageline.runtime.placement.move_layers import move_state
 from stageline.zoo.cases import grouped
-from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 
 NAMES = tuple(f"layer{number}" for number in range(8))
@@ -202,30 +200,6 @@ def test_training_gives_the_same_bits_if_layers_move_midway(schedule: str, backe
         assert all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
         for a, b in zip(its_state, state, strict=True):
             assert all(torch.equal(a[key], b[key]) for key in b)
-
-
-@pytest.mark.alone
-def test_a_replan_makes_a_running_pipeline_faster() -> None:
-    """Four of the emulated layers are three times slower than the others."""
-    layers = [Occupy(*[0.002 if number < 4 else 0.006] * 3) for number in range(8)]
-    pipe = sl.Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=4, balance=[4, 4])
-    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-
-    def traced() -> sl.Timeline:
-        with pipe.trace() as trace:
-            pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return trace.timeline
-
-    before = [traced() for _ in range(3)]
-    found = pipe.replan(optimizer, before)
-    assert found.new_balance == (5, 3) == pipe.balance
-    after = [traced() for _ in range(3)]
-    fastest = min(timeline.makespan for timeline in after)
-    assert fastest < 0.9 * min(timeline.makespan for timeline in before)
-    assert fastest == pytest.approx(found.new_milliseconds, rel=0.1)
-    with pytest.raises(sl.PlanError, match="give timelines since the last replan only"):
-        pipe.replan(optimizer, before)
-    pipe.close()
 
 
 def test_recomputation_and_what_was_observed_of_layers_survive_a_replan() -> None:
