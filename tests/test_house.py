@@ -38,7 +38,6 @@ TORCH_FREE = [
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = [path for path in FILES if path != SOURCE / "__init__.py"]
 MAX_FILE, MAX_PIPELINE, MAX_FUNCTION, MAX_FOLDER = 350, 299, 50, 14  # lines, and files
-until_the_redesign_lands = pytest.mark.xfail(strict=False, reason="until the redesign lands")
 
 
 def package_of(path: Path) -> str:
@@ -83,14 +82,12 @@ def test_schedules_simulation_and_report_import_no_torch() -> None:
     assert found == []
 
 
-@until_the_redesign_lands
 def test_no_file_is_long() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in FILES}
     limits = dict.fromkeys(lengths, MAX_FILE) | {"pipeline.py": MAX_PIPELINE}
     assert {name: size for name, size in lengths.items() if size > limits[name]} == {}
 
 
-@until_the_redesign_lands
 def test_no_function_is_long() -> None:
     sizes = {}
     for path in FILES:
@@ -101,7 +98,6 @@ def test_no_function_is_long() -> None:
     assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION} == {}
 
 
-@until_the_redesign_lands
 def test_no_folder_has_many_files() -> None:
     """Schedules have a file a family, however many there are."""
     counts = Counter(str(path.parent.relative_to(SOURCE)) for path in FILES)
@@ -109,7 +105,6 @@ def test_no_folder_has_many_files() -> None:
     assert {name: count for name, count in counts.items() if count > MAX_FOLDER} == {}
 
 
-@until_the_redesign_lands
 def test_a_class_name_has_one_meaning() -> None:
     """Models of the zoo may have layers of the same name."""
     counts = Counter(

@@ -60,12 +60,13 @@ class FailureWatch:
         names: Sequence[str],
         rank: int,
         limit: float,
+        cancel_waits: Callable[[], None],
     ) -> None:
         self.store = RankStore(store, len(names))
         self.names, self.rank, self.limit = names, rank, limit
         self.others = [other for other in range(len(names)) if other != rank]
         self.position = RankPosition()
-        self.cancel_waits: Callable[[], None] = lambda: None  # of all threads of this process
+        self.cancel_waits = cancel_waits  # of all threads of this process
         self.failure: str | None = None
         self.is_store_reachable = True
         self.last_answer = monotonic()  # of the store

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,6 +64,7 @@ class ProcessGroups:
     """Groups of our own, so that what we do with them disturbs nobody."""
 
     watch: FailureWatch
+    opened: list[OwnedGroup]  # all of them
     own_pipeline: OwnedGroup
     own_everyone: OwnedGroup
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
@@ -94,22 +95,21 @@ class ProcessGroups:
 
     def hang_up(self) -> None:
         """Close all connections, so that nobody goes on waiting at either end."""
-        for own in self._own:
-            if own.close.alive:
-                hang_up(own.now)
+        hang_up(self.opened)
 
     def close(self) -> None:
-        for own in self._own:
+        for own in self.opened:
             own.close()
 
-    @property
-    def _own(self) -> list[OwnedGroup]:
-        always = (self.own_pipeline, self.own_everyone, self.own_saves)
-        found = (*always, self.own_replicas, self.own_siblings)
-        return [own for own in found if own is not None]
+
+def hang_up(opened: Sequence[OwnedGroup]) -> None:
+    """Close the connections of groups, so that nobody goes on waiting at either end."""
+    for own in opened:
+        if own.close.alive:
+            _hang_up(own.now)
 
 
-def hang_up(group: dist.ProcessGroup) -> None:
+def _hang_up(group: dist.ProcessGroup) -> None:
     """Close a group's connections, by a wait that times out: nothing else ends gloo's waits."""
     try:
         peers = dist.get_process_group_ranks(group)
@@ -146,20 +146,26 @@ def connect(
             "replicas of single stages and of the whole pipeline do not go together: use one"
         )
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
-    watch = _assembled(grid, limit)
+    opened: list[OwnedGroup] = []
+    watch = _assembled(grid, limit, lambda: hang_up(opened))
+
+    def own_group(rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
+        opened.append(_own_group(rows, limit, backend))
+        return opened[-1]
+
     rows = [row for plane in grid.permute(0, 2, 1).tolist() for row in plane]
     columns = [row for plane in grid.permute(1, 2, 0).tolist() for row in plane]
     everyone = [grid.flatten().tolist()]
-    turns = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
+    siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     try:
         groups = ProcessGroups(
             watch,
-            _own_group(rows, limit),
-            # what is told are numbers in this process's memory, so not NCCL
-            _own_group(everyone, limit, "gloo"),
-            _own_group(everyone, limit, "gloo"),
-            _own_group(columns, limit) if len(grid) > 1 else None,
-            _own_group(turns, limit) if stages else None,
+            opened,
+            own_group(rows),
+            own_group(everyone, "gloo"),  # for numbers in host memory, so not NCCL
+            own_group(everyone, "gloo"),
+            own_group(columns) if len(grid) > 1 else None,
+            own_group(siblings) if stages else None,
             dp,
             len(grid),
             tp == 0,
@@ -168,12 +174,11 @@ def connect(
         told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{told}\n  {error}") from None
-    watch.cancel_waits = groups.hang_up
     return groups
 
 
-def _assembled(grid: torch.Tensor, limit: float) -> FailureWatch:
-    """A watch over all processes of the mesh, when all of them are there."""
+def _assembled(grid: torch.Tensor, limit: float, cancel_waits: Callable[[], None]) -> FailureWatch:
+    """Return a watch over all processes of the mesh, when all of them are there."""
     names = [_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
     store = call_with_timeout(max(START_UP_TIMEOUT, limit), lambda: _store_for(ranks))
@@ -181,7 +186,7 @@ def _assembled(grid: torch.Tensor, limit: float) -> FailureWatch:
         raise StageError(f"no pipeline could be made: {store_unreachable(names[0])}")
     if dist.get_rank() == 0:  # on whose machine it is
         warn_if_reachable(store)
-    watch = FailureWatch(store, names, ranks.index(dist.get_rank()), limit)
+    watch = FailureWatch(store, names, ranks.index(dist.get_rank()), limit, cancel_waits)
     try:
         watch.start()
     except TimeoutError as error:
@@ -201,7 +206,7 @@ def _assembled(grid: torch.Tensor, limit: float) -> FailureWatch:
 
 
 def _name(index: int, grid: torch.Tensor) -> str:
-    """Of a process in errors: its rank in the pipeline, and what tells it from others with that."""
+    """Return the name of a process in errors: its rank, and its replica and part if needed."""
     num_replicas, num_ranks, num_parts = grid.shape
     replica, rest = divmod(index, num_ranks * num_parts)
     rank, part = divmod(rest, num_parts)
