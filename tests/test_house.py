@@ -17,7 +17,16 @@ SOURCE = Path(stageline.__file__).parent
 ROOMS = [
     *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
     *("deprecated", "report", "simulation"),
-    *("model", "runtime", "planning", "pipeline_setup", "pipeline", "checkpoint", "training"),
+    *(
+        "torch_private",
+        "model",
+        "runtime",
+        "planning",
+        "pipeline_setup",
+        "pipeline",
+        "checkpoint",
+        "training",
+    ),
     *("zoo", "cli", "__main__"),
 ]
 TORCH_FREE = [

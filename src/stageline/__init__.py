@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from stageline.planning.profiling.rates import measure_rates as measure_rates
     from stageline.planning.search.search import plan as plan
     from stageline.report.timeline import Timeline as Timeline
-    from stageline.runtime.engine.result import StepResult as StepResult
+    from stageline.runtime.batches.result import StepResult as StepResult
     from stageline.schedules.action import Action as Action
     from stageline.schedules.action import Kind as Kind
     from stageline.schedules.build import build_schedule as build_schedule
@@ -82,7 +82,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "StageError": "errors",
     "StagelineError": "errors",
-    "StepResult": "runtime.engine.result",
+    "StepResult": "runtime.batches.result",
     "Timeline": "report.timeline",
     "build_schedule": "schedules.build",
     "check": "schedules.check",

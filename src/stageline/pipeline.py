@@ -21,18 +21,18 @@ from stageline.planning.profiling.profile import Profile
 from stageline.planning.replan import Replan
 from stageline.planning.replan_session import replan_session
 from stageline.report.timeline import Timeline
+from stageline.runtime.batches import input_gradients
+from stageline.runtime.batches.call import call
+from stageline.runtime.batches.cut_batch import training_batch
+from stageline.runtime.batches.result import StepResult, broadcast_results
+from stageline.runtime.batches.run import StepResults, run
 from stageline.runtime.devices import Device
-from stageline.runtime.engine import input_gradients
-from stageline.runtime.engine.batches import training_batch
-from stageline.runtime.engine.call import call
 from stageline.runtime.engine.minibatch import Purpose
 from stageline.runtime.engine.recorder import Recorder
-from stageline.runtime.engine.result import StepResult, broadcast_results
-from stageline.runtime.engine.run import StepResults, run
 from stageline.runtime.engine.session import Session
-from stageline.runtime.exactness.verify import verify
 from stageline.runtime.optimizers.clipping import clip_grad_norm
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
+from stageline.runtime.parity.verify import verify
 from stageline.runtime.placement.materialise import Init
 from stageline.runtime.settings import LossFunction
 from stageline.schedules.schedule import Schedule
@@ -148,7 +148,7 @@ class Pipeline:
 
         Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
         which has to be the samples; what is no tensor has to be equal in all of them. What cannot
-        be joined is refused by its place (`runtime/engine/microbatches.py` has the rules).
+        be joined is refused by its place (`runtime/batches/microbatches.py` has the rules).
         """
         return call(self._session, inputs, named)
 

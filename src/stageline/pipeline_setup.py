@@ -19,7 +19,8 @@ from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.engine.session import Session
 from stageline.runtime.engine.setup import open_backend, open_session
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
-from stageline.runtime.exactness.hidden_weights import check_shared_norms, check_tensors
+from stageline.runtime.exactness.shared_buffers import check_shared_norms
+from stageline.runtime.exactness.unregistered_weights import check_tensors
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
 from stageline.runtime.placement.checks import (
     ACCUMULATE,
@@ -81,9 +82,9 @@ def open_pipeline(
         options.accumulate,
         options.offload,
     )
-    connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
+    connect_outputs = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
     places = stages, order, devices_by_rank
-    return open_session(layers, *places, settings, connected, options.seed, init_fn)
+    return open_session(layers, *places, settings, connect_outputs, options.seed, init_fn)
 
 
 def _default_backend(mesh: DeviceMesh | None) -> str:

@@ -28,8 +28,8 @@ from stageline.planning.partition.stages import Cut, Machines, stage_costs
 from stageline.planning.profiling.estimate import estimate
 from stageline.planning.profiling.profile import Profile
 from stageline.report.memory import peak_memory
-from stageline.runtime.engine.stage import Stage
 from stageline.runtime.settings import LossFunction
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.action import Kind
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d
@@ -174,7 +174,7 @@ class Watch:
             self.pipe._session.assembly.stages, self.pipe.schedule.placement, strict=True
         ):
             if home == rank:
-                seen = stage.statistics.seen.values()
+                seen = stage.statistics.moments.values()
                 apart += [t for row in seen for _, m in row for t in (m.mean, m.squares)]
         return self.alive.bytes[rank] - sum(t.untyped_storage().nbytes() for t in apart)
 

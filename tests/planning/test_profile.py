@@ -25,10 +25,11 @@ from stageline.planning.profiling.measure import profile
 from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
 from stageline.planning.profiling.rates import measure_rates
 from stageline.planning.profiling.samples import resized
-from stageline.runtime.engine.stage import Pass, Stage, Target, Waiting
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.checks import edges_of
+from stageline.runtime.stage.stage import Stage
+from stageline.runtime.stage.stage_values import ForwardArgs, InFlight, Target
 from stageline.zoo.cases import CASES, make_case
 from stageline.zoo.emulated import Occupy
 
@@ -192,16 +193,17 @@ def test_a_stage_of_all_layers_holds_their_sum_to_the_byte(name: str) -> None:
     stage = Stage(case.layers, range(len(case.layers)), (), tied, "minibatch")
     named = inputs if isinstance(inputs, dict) else {"x": inputs}
     values = {Value(INPUT, key): value for key, value in named.items()}
-    this = Pass(
-        0, values, Target(case.loss_fn, target, 1.0), 0, 0, 0, Ambient.here(), in_halves=True
+    context = ForwardContext.current()
+    this = ForwardArgs(
+        0, values, Target(case.loss_fn, target, 1.0), 0, 0, 0, context, in_halves=True
     )
-    stage.forward(this, Waiting())  # a layer is watched at first
-    stage.inner.trust()
-    stage.statistics.seen.clear()
-    waiting, alive = Waiting(), Alive()
+    stage.forward(this, InFlight())  # a layer is watched at first
+    stage.inner_gradients.stop_observing()
+    stage.statistics.clear()
+    waiting, alive = InFlight(), Alive()
     with alive:
-        loss = stage.forward(this._replace(ambient=Ambient.here()), waiting).loss
-        stage.statistics.seen.clear()
+        loss = stage.forward(this._replace(context=ForwardContext.current()), waiting).loss
+        stage.statistics.clear()
         brought = [t for t in pytree.tree_leaves((inputs, target)) if isinstance(t, Tensor)]
         weights = list(case.layers.modules.parameters())
         there = [loss, *brought, *weights, *case.layers.modules.buffers()]
@@ -231,12 +233,12 @@ def held_by_first(layers: LayerSequence, end: int, inputs: Any) -> int:
     stage = Stage(layers, range(end), sent, TiedWeights.of(layers), "minibatch")
     brought = resized(named_inputs(layers, inputs), SAMPLES)
     values = {Value(INPUT, name): value for name, value in brought.items()}
-    this = Pass(0, values, None, 0, 0, 0, Ambient.here())
-    stage.forward(this, Waiting())
-    waiting, alive = Waiting(), Alive()
+    this = ForwardArgs(0, values, None, 0, 0, 0, ForwardContext.current())
+    stage.forward(this, InFlight())
+    waiting, alive = InFlight(), Alive()
     with alive:
         stage.forward(this, waiting)
-        stage.statistics.seen.clear()
+        stage.statistics.clear()
     tensors = [t for t in pytree.tree_leaves(brought) if isinstance(t, Tensor)]
     return alive.num_bytes(*tensors, *layers.modules.parameters(), *layers.modules.buffers())
 

@@ -1,4 +1,4 @@
-"""Memory: what the papers say a schedule holds is what is held, and nothing stays behind.
+"""Memory: schedules hold the activations that their papers say, and nothing is leaked.
 
 Counted are the bytes of what layers wrote, as long as anybody holds them: a graph, a stage that
 will recompute, a message on its way. Independently of that, what autograd saved.
@@ -30,7 +30,7 @@ SAMPLE = WIDTH * 4  # bytes of what a layer writes for a sample
 
 
 def chain(num_layers: int) -> LayerSequence:
-    """Each layer saves its input and writes as much; nothing else needs to be held."""
+    """Layers that each save their input and write as many bytes."""
     torch.manual_seed(0)
     return LayerSequence.of([nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)])
 
@@ -40,7 +40,7 @@ def step(pipe: Pipeline, num_samples: int) -> None:
 
 
 class Held:
-    """Bytes of what layers wrote, by who has it: `owner(layer, call)`, and the most of it."""
+    """Counts the bytes of layer outputs by `owner(layer, call)`, now and at the peak."""
 
     def __init__(self, layers: LayerSequence, owner: Callable[[int, int], int]) -> None:
         self.owner = owner
@@ -76,7 +76,7 @@ def test_gpipe_with_recomputation_holds_what_its_paper_says(
     layers = chain(4 * layers_per_rank)
 
     def rank(layer: int, call: int) -> int:
-        """What a stage writes at first is the next one's input; the second time it is its own."""
+        """A stage's first output is the next stage's input; when recomputed it is its own."""
         is_input = (layer + 1) % layers_per_rank == 0 and call < num_microbatches
         return min(3, layer // layers_per_rank + is_input)
 
@@ -100,7 +100,7 @@ def test_gpipe_with_recomputation_holds_what_its_paper_says(
 
 
 class Saved:
-    """What autograd holds for backwards, by stage: how many micro-batches, and the most of them."""
+    """Counts the micro-batches that autograd saves tensors for, by stage, now and at the peak."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self.placement = pipe.schedule.placement
@@ -140,7 +140,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def most_microbatches(schedule: str | Schedule) -> list[int]:
-    """That autograd holds at a time, on each of four ranks, of eight; by chunk."""
+    """Return the peak number of saved micro-batches, out of eight, on each of four ranks."""
     pipe = Pipeline(
         chain(16), mse_loss, num_ranks=4, num_microbatches=8, schedule=schedule, backend="serial"
     )
@@ -189,7 +189,7 @@ def test_two_hundred_steps_hold_no_more_than_twenty(schedule: str, backend: str)
     assert num_objects[200] < num_objects[20] + 180  # not one of any kind for each step
 
 
-def test_a_result_that_is_kept_keeps_its_losses_and_no_more() -> None:
+def test_a_kept_result_holds_its_losses_only() -> None:
     pipe = Pipeline(chain(2), mse_loss, num_ranks=2, num_microbatches=2, backend="serial")
     results, inputs = [], []
     for _ in range(5):
@@ -201,8 +201,8 @@ def test_a_result_that_is_kept_keeps_its_losses_and_no_more() -> None:
     assert all(float(result.loss) > 0 for result in results)
 
 
-def test_a_backward_in_halves_holds_no_more_than_a_whole_one() -> None:
-    """The first rank has four micro-batches under way in both; Tanh saves what it writes."""
+def test_a_split_backward_holds_no_more_than_a_whole_one() -> None:
+    """In both, the first rank has four micro-batches in flight; Tanh saves its output."""
     peaks = []
     for schedule in ("1f1b", "zb_h1"):
         layers = LayerSequence.of([m for x in chain(8) for m in (x.module, nn.Tanh())])
@@ -221,8 +221,8 @@ def test_a_backward_in_halves_holds_no_more_than_a_whole_one() -> None:
     assert peaks[1] <= peaks[0] + 2 * SAMPLE  # one tensor more may be passing through
 
 
-def test_an_output_is_let_go_once_its_loss_is_known() -> None:
-    """Cross entropy saves probabilities, not the scores that they are of."""
+def test_an_output_is_released_once_its_loss_is_computed() -> None:
+    """Cross entropy saves probabilities, not the logits."""
     layers = chain(4)
     held = Held(layers, lambda layer, _: layer)
     pipe = Pipeline(
@@ -233,7 +233,7 @@ def test_an_output_is_let_go_once_its_loss_is_known() -> None:
 
 
 def test_evaluation_holds_what_one_layer_reads_and_writes() -> None:
-    """As an nn.Sequential does, and however many layers a stage has."""
+    """As nn.Sequential does, for any number of layers in a stage."""
     layers = chain(16)
     held = Held(layers, lambda *_: 0)
     pipe = Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=1, backend="serial")

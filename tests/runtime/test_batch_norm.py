@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm: each mini-batch once, however it is cut and recomputed."""
+"""Running statistics of BatchNorm are updated once per mini-batch, however it is cut."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def batch(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-def test_the_first_layer_sees_what_an_uncut_batch_shows(
+def test_the_first_layer_has_the_statistics_of_an_uncut_batch(
     num_microbatches: int, momentum: float | None, recompute: str
 ) -> None:
-    """What comes before any normalisation does not depend on the cut, so plain BatchNorm tells."""
+    """The first BatchNorm's input does not depend on the cut: a plain one is the reference."""
     ours = model(momentum)
     plain = copy.deepcopy(ours[0])
     pipe = Pipeline(
@@ -78,8 +78,8 @@ def test_statistics_do_not_depend_on_ranks_backend_or_recomputation() -> None:
             assert torch.equal(state[name], tensor), name
 
 
-def test_a_short_batch_leaves_nothing_for_the_next() -> None:
-    """Fewer samples than micro-batches; torchgpipe keeps such statistics for the next batch."""
+def test_a_short_batch_does_not_affect_the_next() -> None:
+    """torchgpipe keeps the moments of so small a batch for the next one."""
     ours = model()
     pipe = Pipeline(
         ours, mse_loss, num_ranks=2, num_microbatches=4, options=Options(batch_norm="minibatch")

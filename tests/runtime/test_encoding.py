@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes that run no code."""
+"""Messages between ranks as bytes that run no code when they are read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.encoding import (
+from stageline.runtime.backends.processes.messages.encoding import (
     decode,
     encode,
     spec_from_text,
     spec_to_text,
 )
-from stageline.runtime.backends.processes.message_shapes import ValueSpec
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent
@@ -246,7 +246,7 @@ def test_a_shape_comes_back_from_its_description() -> None:
 
 
 def test_no_source_file_reads_or_writes_pickles() -> None:
-    """Ranks and files may come from others, and such data runs code when it is read."""
+    """Messages and files may come from others, and pickles run code when they are read."""
     words = r"pickle|dill|marshal|shelve|_object_list|gather_object|torch\.load\(|torch\.save\("
     words += r"|\beval\(|\bexec\(|send_object|recv_object|treespec_loads|rpc_sync"
     found = [

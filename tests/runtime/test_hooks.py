@@ -1,4 +1,4 @@
-"""Hooks, attributes and classes of parameters: a pipeline's doubles of them change nothing."""
+"""Hooks, attributes and classes of parameters work as in a plain loop, where aliases are used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Register = Callable[[nn.Parameter, list[Tensor]], object]
 
 
 class Head(nn.Module):
-    """Scores of tokens, by the weight of the embedding."""
+    """Logits of tokens, by the weight of the embedding."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def scale(seen: list[Tensor], gradient: Tensor) -> Tensor:
 
 
 def clamp(seen: list[Tensor], gradient: Tensor) -> Tensor:
-    """Not linear, so it matters which sum it sees."""
+    """A hook that is not linear, so that it matters which sum it sees."""
     note(seen, gradient)
     return gradient.clamp(-0.01, 0.01)
 
@@ -119,7 +119,7 @@ HOOKS: dict[str, Register] = {
 def test_hooks_see_each_micro_batch_once_as_in_a_plain_loop(
     register: Register, name: str, opened: Callable[..., Pipeline]
 ) -> None:
-    """Those of a tied weight the sum of its uses, and its gradient is a plain loop's."""
+    """Hooks of a tied weight see the sum of its uses."""
     expected, wanted = tied(), list[Tensor]()
     register(weight_of(expected, name), wanted)
     train_plainly(expected, 3)
@@ -138,11 +138,11 @@ def test_hooks_see_each_micro_batch_once_as_in_a_plain_loop(
     pipe.verify(*batch())
 
 
-def test_verify_sees_hooks_that_are_not_called(
+def test_verify_detects_hooks_that_are_not_called(
     opened: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or not with the gradient of each micro-batch."""
-    monkeypatch.setattr(TiedWeights, "put_aside", lambda *_: None)
+    """Also hooks that are called with the sum of all micro-batches."""
+    monkeypatch.setattr(TiedWeights, "store_hooked_gradients", lambda *_: None)
     for hook in (lambda gradient: gradient * 2, torch.sign):
         model = tied()
         weight_of(model).register_hook(hook)  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def test_verify_sees_hooks_that_are_not_called(
 def test_without_hooks_uses_are_added_in_the_order_of_layers(
     opened: Callable[..., Pipeline],
 ) -> None:
-    """Each over all micro-batches first, as ever."""
+    """Each use is summed over all micro-batches first."""
     model = tied()
     pipe = opened(model)
     pipe.step(*batch())
@@ -170,7 +170,7 @@ def test_without_hooks_uses_are_added_in_the_order_of_layers(
 def test_an_optimizer_in_the_backward_is_refused_unless_there_is_one_micro_batch(
     opened: Callable[..., Pipeline],
 ) -> None:
-    """A plain loop gives the next micro-batch the new weights; here it is already on its way."""
+    """A plain loop uses the new weights for the next micro-batch; here it is already in flight."""
     for name in ("0.weight", "2.0.bias"):
         for num_microbatches in (4, 1):
             model = tied()
@@ -185,7 +185,9 @@ def test_an_optimizer_in_the_backward_is_refused_unless_there_is_one_micro_batch
             schedule = {} if num_microbatches > 1 else {"schedule": "gpipe"}
             pipe = opened(model, num_microbatches=num_microbatches, **schedule)
             if num_microbatches > 1:
-                with pytest.raises(StagelineError, match="changed in the middle of a step"):
+                with pytest.raises(
+                    StagelineError, match="changed a weight in the middle of a step"
+                ):
                     pipe.step(*batch())
             else:
                 before = weight.detach().clone()
@@ -196,7 +198,7 @@ def test_an_optimizer_in_the_backward_is_refused_unless_there_is_one_micro_batch
 
 
 class Counted(nn.Parameter):
-    """A class of parameters with a mind of its own."""
+    """A subclass of Parameter that sees torch's functions and counts them."""
 
     num_calls = 0
 
@@ -284,7 +286,7 @@ def test_a_tied_weight_may_be_frozen_between_steps(opened: Callable[..., Pipelin
 def test_backward_hooks_of_layers_see_what_they_see_in_a_plain_loop(
     opened: Callable[..., Pipeline],
 ) -> None:
-    """On both sides of a stage's border, and inside of a layer."""
+    """On both sides of a stage border, and inside a layer."""
 
     def watch(model: nn.Module) -> dict[str, list[Tensor]]:
         found: dict[str, list[Tensor]] = {}
@@ -313,7 +315,7 @@ def chain() -> nn.Sequential:
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 def test_hooks_are_called_in_a_stream_of_several_versions(backend: str) -> None:
-    """With the user's own parameter, whose gradient is that of the mini-batch so far."""
+    """They are called with the user's own parameter, whose gradient is that so far."""
     model, seen, after_each = chain(), list[Tensor](), list[bool]()
     weight = weight_of(model, "1.weight")
     weight.register_hook(partial(note, seen))  # type: ignore[no-untyped-call]
@@ -355,13 +357,13 @@ def test_a_hook_that_changes_weights_in_a_stream_is_refused(schedule: str) -> No
         optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
         **grouped(options),
     )
-    with pytest.raises(StagelineError, match="changed in the middle of a step"):
+    with pytest.raises(StagelineError, match="changed a weight in the middle of a step"):
         list(pipe.run([batch()] * 3))
     pipe.close()
 
 
 def test_weights_tied_within_a_stage_share_their_hooks_in_a_stream() -> None:
-    """They see the sum of all uses."""
+    """Hooks see the sum of all uses."""
     model = tied()
     seen: list[Tensor] = []
     weight_of(model).register_hook(partial(note, seen))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Layers that change values in place: the numbers of a plain loop, or a clear refusal."""
+"""Layers that change values in place give the bits of a plain loop, or a clear error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shifted(nn.Module):
 
 
 def behind(first: Callable[[], nn.Module]) -> Callable[[], Made]:
-    """A layer that passes its input on, with one behind it that changes it, in the same stage."""
+    """A layer that returns its input, followed by one that changes it, in the same stage."""
 
     def make() -> Made:
         stages: Made = [nn.Linear(4, 4)]
@@ -62,7 +62,7 @@ BALANCED: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 4, "balance": [1
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_changes_behind_a_layer_that_passes_its_input_on(name: str) -> None:
+def test_a_change_after_a_layer_that_returns_its_input(name: str) -> None:
     for backend in ("serial", "threads"):
         for recompute in ("never", "always"):
             for schedule in ("1f1b", "zb_h1"):
@@ -89,7 +89,7 @@ class More(nn.Module):
 
 
 def skipping(change: nn.Module) -> Made:
-    """`kept` is written first, changed by the third layer and read by the last one."""
+    """A model whose value `kept` is changed by the third layer and read by the last one."""
 
     class Both(nn.Module):
         def forward(self, x: Tensor, kept: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_change_is_seen_by_later_readers_of_the_same_stage(balance: list[int])
 
 
 class Twice(nn.Module):
-    """Gives two tensors in the same memory."""
+    """Returns two tensors in the same memory."""
 
     def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class ChangingFirst(nn.Module):
 
 
 @pytest.mark.parametrize("second", [lambda x: x, lambda x: x.view(-1, 4), lambda x: x[:, 1:2]])
-def test_tensors_that_share_memory_are_not_changed_apart(
+def test_a_change_of_one_of_two_tensors_that_share_memory_is_refused(
     second: Callable[[Tensor], Tensor],
 ) -> None:
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -194,7 +194,7 @@ def test_slices_that_share_no_element_may_be_changed() -> None:
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
 
 
-def test_a_value_that_is_passed_on_under_another_name_is_not_changed_apart() -> None:
+def test_a_change_of_a_value_that_has_another_name_is_refused() -> None:
     class Pass(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
@@ -227,7 +227,7 @@ class Sometimes(nn.Module):
 
 
 def test_a_layer_that_works_in_place_in_later_micro_batches() -> None:
-    """Where nobody else uses the memory, nobody minds; otherwise it is told."""
+    """An error only if others use the memory."""
     torch.manual_seed(3)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     layers: Made = [nn.Linear(4, 4), Sometimes(), nn.Linear(4, 4)]
@@ -236,7 +236,7 @@ def test_a_layer_that_works_in_place_in_later_micro_batches() -> None:
     pipe.step(x, y)
     layers = [nn.Linear(4, 4), Sometimes(), nn.Linear(4, 4)]
     pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=4, recompute="always")
-    with pytest.raises(StageError, match="layer '1' changed what it was given in place, but not"):
+    with pytest.raises(StageError, match="layer '1' changed its input in place, but did not"):
         pipe.step(x, y)
     for weight in pipe.parameters():
         weight.grad = None
@@ -264,7 +264,7 @@ def test_a_loss_that_changes_its_target_changes_it_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_an_input_that_is_changed_before_its_backward_is_told() -> None:
+def test_an_input_that_is_changed_before_its_backward_is_an_error() -> None:
     layers: Made = [nn.Linear(4, 4), nn.Linear(4, 4)]
     for recompute, error in (
         ("never", "modified by an inplace"),
@@ -326,7 +326,7 @@ def test_verify_names_the_layer_that_fails() -> None:
         pipe.verify(torch.randn(4, 4), torch.randn(4, 4))
 
 
-def test_a_backward_in_a_forward_does_not_stop_silently_at_a_border() -> None:
+def test_a_backward_inside_a_forward_is_refused_at_a_stage_border() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -338,5 +338,5 @@ def test_a_backward_in_a_forward_does_not_stop_silently_at_a_border() -> None:
             return torch.as_tensor(self.linear(x))
 
     pipe = Pipeline([nn.Linear(4, 4), Inner()], mse_loss, num_ranks=2, num_microbatches=2)
-    with pytest.raises((StageError, ModelError), match="goes through what it was given"):
+    with pytest.raises((StageError, ModelError), match="continues through the stage's input"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))

@@ -31,7 +31,7 @@ def model() -> nn.Sequential:
 
 
 def batches() -> list[Batch]:
-    """The gradients of the one in the middle are the largest by far."""
+    """Return batches; the gradients of the middle one are the largest by far."""
     torch.manual_seed(0)
     sizes = [10.0 if number == MIDDLE else 1.0 for number in range(8)]
     return [(torch.randn(16, 4), size * torch.randn(16, 2)) for size in sizes]
@@ -57,7 +57,7 @@ def pipeline(network: nn.Module, schedule: str, backend: str, **options: object)
 
 
 def with_a_barrier(schedule: str, optimizer: str, max_norm: float) -> Outcome:
-    """What everybody does: wait for all gradients, clip, step."""
+    """Clip as usual: wait for all gradients, clip, step."""
     network = model()
     pipe = pipeline(network, schedule, "serial")
     stepped = OPTIMIZERS[optimizer](list(network.parameters()))

@@ -1,4 +1,4 @@
-"""State that a forward moves is moved once, whether or not the forward is recomputed."""
+"""State that a forward changes is changed once, whether or not the forward is recomputed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ema(nn.Module):
 
 
 class Replacing(nn.Module):
-    """The same with a new tensor each time, in a plain attribute."""
+    """Keeps a mean in a plain attribute, as a new tensor each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class NormByHand(nn.Module):
 
 
 class Counting(nn.Module):
-    """Anneals by the number of its calls; the last scales are in a deque."""
+    """Anneals by the number of calls, and keeps the last scales in a deque."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Counting(nn.Module):
 
 
 class Lazily(nn.Module):
-    """Makes what it keeps in its first forward, from what comes."""
+    """Creates its state in the first forward, from the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "offset"):
@@ -149,7 +149,7 @@ shares_generators = pytest.mark.filterwarnings("ignore:a layer drew from the gen
 @shares_generators
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_recomputation_neither_sees_nor_moves_later_state(name: str, backend: str) -> None:
+def test_recomputation_neither_sees_nor_changes_later_state(name: str, backend: str) -> None:
     wanted = trained(MAKERS[name], "never", backend)
     found = trained(MAKERS[name], "always", backend)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -157,7 +157,7 @@ def test_recomputation_neither_sees_nor_moves_later_state(name: str, backend: st
 
 @shares_generators
 @pytest.mark.parametrize("name", MAKERS)
-def test_verify_sees_that_state_is_moved_once_and_leaves_it_as_it_was(name: str) -> None:
+def test_verify_accepts_state_that_is_changed_once_and_restores_it(name: str) -> None:
     torch.manual_seed(1)
     module = MAKERS[name]()
     model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(6, 3))
@@ -188,7 +188,7 @@ class Late(nn.Module):
         return x * 2
 
 
-def test_a_buffer_that_begins_to_move_is_told_and_then_kept() -> None:
+def test_a_buffer_that_starts_to_change_is_an_error_and_copied_afterwards() -> None:
     late = Late()
     model = nn.Sequential(nn.Linear(6, 6), late, nn.Linear(6, 3))
     pipe = Pipeline(model, mse_loss, num_ranks=1, num_microbatches=2, recompute="always")
@@ -202,7 +202,7 @@ def test_a_buffer_that_begins_to_move_is_told_and_then_kept() -> None:
     assert float(late.count) == 2
 
 
-def test_drawing_from_a_generator_that_all_stages_share_is_told_once() -> None:
+def test_a_layer_that_starts_to_use_global_generators_is_an_error_once() -> None:
     model = nn.Sequential(Drawing(random.random), nn.Linear(6, 6), Drawing(random.random))
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=2, backend="serial")
     batch = torch.randn(4, 6), torch.randn(4, 6)

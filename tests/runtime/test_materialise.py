@@ -87,7 +87,7 @@ def test_a_module_that_cannot_fill_itself_is_named() -> None:
 
 
 class Rotary(nn.Module):
-    """Has a table that no checkpoint has, and that a fill of parameters does not reach."""
+    """Has a table that is in no checkpoint, and is not initialised with the parameters."""
 
     def __init__(self, *, fills: bool = False, is_persistent: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Rotary(nn.Module):
 
 
 class Holding(nn.Module):
-    """Has one more tensor, which is what the test says."""
+    """Has one more tensor, given by the test."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, on its way to another one."""
+"""Move parameters with their optimizer state to another optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stageline.runtime.placement.move_layers import OptimizerState
 
 
 def optimizer_of(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-    """In groups by the first letter of their names."""
+    """Return an optimizer with groups by the first letter of the parameters' names."""
     groups = [[pair for pair in named if pair[0].startswith(letter)] for letter in "ab"]
     return SGD([{"params": group} for group in groups], 0.1, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""Options of a pipeline that change how it computes, and what they may change of the result."""
+"""Options of a pipeline that change how it computes, and their effect on the result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_fused_accumulation_is_held_to_a_plain_loop_that_fuses() -> None:
 
 
 class Half(nn.Module):
-    """Calls a linear in ways of its own: bias by name, three dimensions, no bias."""
+    """Calls F.linear with the bias by name, in three dimensions, and without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_compiled_layers_train_to_the_same_bits(
     assert_equal(trained(blocks(change), batch, num_ranks=2, schedule=schedule), wanted)
 
 
-def test_a_compiled_stage_leaves_nothing_for_later() -> None:
+def test_a_compiled_stage_defers_nothing() -> None:
     model = blocks(lambda module: torch.compile(module, backend="eager"))
     pipe = Pipeline(model, mse_loss, num_ranks=2, num_microbatches=2, schedule="zb_h1")
     assert all(stage.is_compiled for stage in pipe._session.assembly.stages)
@@ -198,30 +198,30 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks() -> None:
 
 
 class FakeMemory:
-    """A host that notes what is moved, and when."""
+    """A host memory that records each copy, and when it is made."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.far = 0  # tensors that are on the host now
+        self.num_on_host = 0  # tensors that are on the host now
         self.is_needed = False  # a backward runs
 
-    def park(self, tensor: Tensor) -> Tensor:
-        self.events.append("park")
-        self.far += 1
+    def copy_out(self, tensor: Tensor) -> Tensor:
+        self.events.append("copy out")
+        self.num_on_host += 1
         return tensor.clone()
 
-    def fetch(self, parked: Tensor) -> Tensor:
-        self.events.append("fetch too late" if self.is_needed else "fetch")
-        self.far -= 1
-        return parked.clone()
+    def copy_in(self, on_host: Tensor) -> Tensor:
+        self.events.append("copy in too late" if self.is_needed else "copy in")
+        self.num_on_host -= 1
+        return on_host.clone()
 
-    def take(self, fetched: Tensor) -> Tensor:
-        self.events.append("take")
-        return fetched
+    def wait(self, on_device: Tensor) -> Tensor:
+        self.events.append("wait")
+        return on_device
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", *SPLIT])
-def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward(
+def test_offloaded_activations_are_back_before_their_backward(
     schedule: str,
 ) -> None:
     batch = torch.randn(8, 6), torch.randn(8, 3)
@@ -242,13 +242,13 @@ def test_activations_that_wait_go_to_the_host_and_are_back_before_their_backward
     pipe.step(*batch)
     pipe.step(*batch)
     assert_equal(gradients(model), wanted)
-    assert memory.far == 0
-    assert memory.events.count("park") == memory.events.count("fetch") > 0
-    assert "fetch too late" not in memory.events
+    assert memory.num_on_host == 0
+    assert memory.events.count("copy out") == memory.events.count("copy in") > 0
+    assert "copy in too late" not in memory.events
     pipe.close()
 
 
-def test_what_is_needed_at_once_is_not_moved() -> None:
+def test_activations_that_are_needed_next_are_not_offloaded() -> None:
     memory = FakeMemory()
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
     pipe._session.assembly.stages[-1].host_memory = memory  # its backward follows each forward
@@ -269,7 +269,7 @@ def test_each_rank_needs_a_device() -> None:
         Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2, devices=["cpu"])
 
 
-def test_layers_are_balanced_by_what_they_compute() -> None:
+def test_layers_are_balanced_by_their_compute() -> None:
     wide = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),  # few weights, much work
         nn.Conv2d(4, 4, 3, padding=1),
@@ -306,7 +306,7 @@ def test_a_layer_that_needs_data_is_balanced_by_parameters() -> None:
 
 
 class Switching(nn.Module):
-    """Works in place only when told to."""
+    """Works in place from the moment that the test says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Switching(nn.Module):
         return x.mul_(2) if self.is_in_place else x * 2
 
 
-def test_a_layer_that_begins_to_work_in_place_is_told_and_then_given_copies() -> None:
+def test_a_layer_that_starts_to_work_in_place_is_an_error_and_then_gets_copies() -> None:
     switching = Switching()
     late = Layer("late", switching, reads=("tokens",))
     model: list[Layer | nn.Module] = [nn.Linear(4, 4), late, nn.Linear(4, 3)]
@@ -324,7 +324,7 @@ def test_a_layer_that_begins_to_work_in_place_is_told_and_then_given_copies() ->
     x, tokens, y = torch.randn(4, 4), torch.ones(4, 4), torch.randn(4, 3)
     pipe.step(x, y, tokens=tokens)
     switching.is_in_place = True
-    with pytest.raises(StageError, match="layer 'late' changed what it was given in place"):
+    with pytest.raises(StageError, match="layer 'late' changed its input in place"):
         pipe.step(x, y, tokens=tokens)
     tokens = torch.ones(4, 4)
     pipe.step(x, y, tokens=tokens)
@@ -340,7 +340,7 @@ def test_a_closed_pipeline_says_so() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws from a certain step on, without a module of torch's that would tell."""
+    """Draws random numbers from a certain step on, without a random module of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_layer_that_begins_to_draw_is_told_and_watched_from_then_on(backend: str) -> None:
+def test_a_layer_that_starts_to_draw_is_an_error_and_observed_afterwards(backend: str) -> None:
     noisy = Noisy()
     model = nn.Sequential(noisy, nn.Tanh(), nn.Linear(6, 3))
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend)
@@ -366,7 +366,7 @@ def test_a_layer_that_begins_to_draw_is_told_and_watched_from_then_on(backend: s
     pipe.close()
 
 
-def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
+def test_a_dropout_whose_probability_changes_is_reproducible_at_once() -> None:
     model = nn.Sequential(Block(0.0), Block(0.0), nn.Linear(6, 3))
     pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4)
     batch = torch.randn(8, 6), torch.randn(8, 3)
@@ -379,7 +379,7 @@ def test_a_dropout_that_is_given_another_chance_draws_by_name_at_once() -> None:
 
 
 class Again(nn.Module):
-    """One weight, used again and again."""
+    """One weight that is used several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def test_autocast_on_threads_casts_weights_as_a_plain_loop_does(schedule: str) -
 def test_gradients_of_gradients_through_an_output_are_refused() -> None:
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=2)
     x = torch.randn(4, 6, requires_grad=True)
-    with pytest.raises(ModelError, match="gradients of gradients were asked for"):
+    with pytest.raises(ModelError, match="gradients of gradients were requested"):
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
     pipe.close()
 

@@ -1,4 +1,4 @@
-"""`pipe(x)` gives back one output for a batch, whatever its containers are."""
+"""`pipe(x)` returns one output for a batch, in containers of any kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import BatchError
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine.microbatches import join
+from stageline.runtime.batches.microbatches import join
 from stageline.runtime.trees import tensors
 
 BACKENDS = ("serial", "threads")
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Registered, with fields that are None left out of its keys, as transformers does it."""
+    """A registered class that omits fields that are None, as those of transformers."""
 
 
 pytree.register_pytree_node(
@@ -165,19 +165,21 @@ class Opaque:
         ([torch.randn(3, 4, 2), torch.randn(3, 4, 2)], "samples seem to be along dim 2"),
     ],
 )
-def test_what_cannot_be_joined_is_refused_by_its_place(pieces: list[Any], message: str) -> None:
+def test_outputs_that_cannot_be_joined_are_refused_with_their_path(
+    pieces: list[Any], message: str
+) -> None:
     with pytest.raises(BatchError, match=message):
         join(pieces, [2, 2])
 
 
-def test_rows_may_be_tokens_or_what_a_mask_chose() -> None:
+def test_rows_may_be_tokens_or_selected_by_a_mask() -> None:
     assert join([torch.ones(6, 4), torch.ones(3, 4)], [2, 1]).shape == (9, 4)
     assert join([torch.ones(3, 4), torch.ones(0, 4)], [2, 2]).shape == (3, 4)
     assert join([torch.ones(0, 4), torch.ones(0, 4)], [2, 2]).shape == (0, 4)
     assert join([torch.ones(2, 2), torch.ones(2, 2)], [2, 2]).shape == (4, 2)
 
 
-def test_what_does_not_depend_on_samples_is_kept_once() -> None:
+def test_an_output_that_does_not_depend_on_samples_is_kept_once() -> None:
     positions = torch.arange(5)
     assert torch.equal(join([{"p": positions}] * 3, [2, 2, 1])["p"], positions)
     nan = float("nan")

@@ -37,12 +37,12 @@ from stageline.zoo.cases import (
 
 
 def pairs(row: Iterable[Hashable]) -> set[Any]:
-    """Any two values of a row, each with its place."""
+    """Return all pairs of values of a row, each with its position."""
     return set(combinations(enumerate(row), 2))
 
 
 def covering(factors: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    """Few rows such that any two values of different factors meet in one of them."""
+    """Return few rows that contain all pairs of values of different factors."""
     rows = {row: pairs(row) for row in product(*factors)}
     missing, chosen = set[Any]().union(*rows.values()), []
     while missing:
@@ -89,7 +89,7 @@ def chain() -> Case:
 
 
 class Noisy(nn.Module):
-    """Attention with dropout inside, and some noise that no module of torch's makes."""
+    """Attention with dropout, and noise that is not from a module of torch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def noisy() -> Case:
 
 
 def thrice() -> Case:
-    """One weight in three layers: the order in which its uses are added shows."""
+    """One weight in three layers, whose gradient depends on the order of addition."""
     torch.manual_seed(1)
     first, second, third = (nn.Linear(6, 6) for _ in range(3))
     second.weight = third.weight = first.weight
@@ -131,7 +131,7 @@ def test_any_number_of_micro_batches_trains_to_the_same_bits(num_microbatches: i
 
 
 def test_an_order_made_by_hand_trains_to_the_same_bits() -> None:
-    """A V of two ranks; micro-batch 0 goes back as a whole, micro-batch 1 in halves."""
+    """A V on two ranks; the backward of micro-batch 1 is split, that of micro-batch 0 is not."""
     schedule = Schedule.from_text(
         "0F0 3F0 3B0 0F1 3F1 3I1 0B0 3W1 0I1 0W1", "1F0 2F0 2B0 1B0 1F1 2F1 2I1 1I1 2W1 1W1"
     )

@@ -1,4 +1,4 @@
-"""The front door: losses, evaluation, names, traces, and failures that speak."""
+"""`Pipeline`: losses, evaluation, names, traces and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_loss_is_the_mean_over_the_mini_batch(num_samples: int) -> None:
 
 
 def test_with_a_count_the_loss_is_the_mean_over_what_counts() -> None:
-    """Tokens that are padding count nothing; one micro-batch is padding only."""
+    """Padding does not count; one micro-batch is padding only."""
     model = chain()
     x, y = torch.randn(6, 4), torch.tensor([0, 2, -100, -100, 1, -100])
 
@@ -149,7 +149,7 @@ def test_a_trace_has_every_action_in_the_order_of_the_schedule(backend: str) -> 
 
 
 @pytest.mark.parametrize("how", ["list", "layers", "sequence"])
-def test_the_pipeline_switches_all_that_it_was_given(how: str) -> None:
+def test_train_switches_all_modules_that_were_given(how: str) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5)))
     outer = nn.Sequential(inner, nn.Linear(4, 3))
     given = {
@@ -248,7 +248,7 @@ def test_a_schedule_that_adds_gradients_in_another_order_is_refused() -> None:
         Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, schedule=backwards)
 
 
-def test_wrong_options_are_told() -> None:
+def test_wrong_options_are_errors() -> None:
     with pytest.raises(ModelError, match="backend is 'gpu', but takes 'threads' or 'serial'"):
         Pipeline(chain(), mse_loss, num_ranks=1, num_microbatches=2, backend="gpu")
     with pytest.raises(ModelError, match="recompute is 'sometimes', but 2 stages take one of"):
@@ -279,7 +279,7 @@ def test_verify_finds_no_difference_and_leaves_the_model_as_it_was(schedule: str
 
 
 class Counting(nn.Module):
-    """Counts its calls where nobody looks, so that a recomputation counts as well."""
+    """Counts its calls in an object that is not examined, so that a recomputation counts too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_verify_names_what_differs() -> None:
 
 
 class Popping(nn.Module):
-    """Takes things out of the dict that it is given."""
+    """Removes items from the dict that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class UnspeakableError(Exception):
         raise ValueError
 
 
-def test_an_error_without_words_ends_the_step_too() -> None:
+def test_an_error_without_a_message_ends_the_step_too() -> None:
     def loss_fn(*_: Tensor) -> Tensor:
         raise UnspeakableError
 
@@ -420,7 +420,7 @@ class Unwrap(nn.Module):
         return wrapped.tensor
 
 
-def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> None:
+def test_an_object_with_tensors_that_would_be_missed_is_refused_between_stages() -> None:
     layers = [nn.Linear(4, 3), Wrap(), Unwrap()]
     pipe = Pipeline(layers, mse_loss, num_ranks=3, num_microbatches=2)
     with pytest.raises(StageError, match="a Wrapped passes between stages, but tensors in it"):
@@ -429,7 +429,7 @@ def test_an_object_whose_tensors_cannot_be_seen_is_refused_between_stages() -> N
 
 
 class Interrupting(nn.Module):
-    """Stands for Ctrl-C while this layer runs."""
+    """Raises KeyboardInterrupt, as Ctrl-C does while this layer runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The backward in halves: what each half does, whatever the function that uses the weights."""
+"""The split backward: what each half does, for all functions that use weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stageline.runtime.engine.split_backward import CatchWeights, add_weight_gradients
-from stageline.runtime.exactness.inner_gradients import Inner, RepeatForward
+from stageline.runtime.exactness.inner_gradients import InnerGradients, RepeatForward
+from stageline.runtime.stage.split_backward import add_weight_gradients
+from stageline.runtime.stage.weight_calls import WeightCallInterceptor
 
 
 class Product(nn.Module):
-    """Weights used by matmul, and by a function that nothing catches."""
+    """Weights used by matmul, and by a function that is not intercepted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class Product(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight used two times in a row."""
+    """One weight that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +61,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def run(module: nn.Module, *, in_halves: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Two micro-batches; gives back the last input gradient and all weight gradients."""
+    """Run two micro-batches; return the last input gradient and all weight gradients."""
     torch.manual_seed(3)
     for parameter in module.parameters():
         nn.init.normal_(parameter, 0.1, 0.3)
     for _ in range(2):
         x = torch.randn(5, 6, requires_grad=True)
         if in_halves:
-            with CatchWeights() as catch:
+            with WeightCallInterceptor() as catch:
                 output = module(x)
             output.square().sum().backward()
             add_weight_gradients(catch.calls)
@@ -78,7 +79,7 @@ def run(module: nn.Module, *, in_halves: bool) -> tuple[Tensor, dict[str, Tensor
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_both_halves_together_give_the_bits_of_the_whole(make: Callable[[], nn.Module]) -> None:
+def test_both_halves_give_the_bits_of_a_whole_backward(make: Callable[[], nn.Module]) -> None:
     whole, weights = run(make(), in_halves=False)
     halves, later = run(make(), in_halves=True)
     assert torch.equal(whole, halves)
@@ -91,7 +92,7 @@ def test_both_halves_together_give_the_bits_of_the_whole(make: Callable[[], nn.M
 
 def test_weights_have_no_gradient_before_the_second_half() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
-    with CatchWeights() as catch:
+    with WeightCallInterceptor() as catch:
         output = module(torch.randn(5, 6, requires_grad=True))
     output.sum().backward()
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -101,7 +102,7 @@ def test_weights_have_no_gradient_before_the_second_half() -> None:
 
 def test_a_first_layer_defers_its_weights_although_nothing_before_it_needs_gradients() -> None:
     embedding = nn.Embedding(10, 4)
-    with CatchWeights() as catch:
+    with WeightCallInterceptor() as catch:
         output = embedding(torch.tensor([1, 2, 2]))
     output.sum().backward()
     assert [p.grad for p in embedding.parameters()] == [None]
@@ -114,7 +115,7 @@ def test_a_first_layer_defers_its_weights_although_nothing_before_it_needs_gradi
 def test_frozen_weights_are_left_alone() -> None:
     linear = nn.Linear(6, 2).requires_grad_(False)
     x = torch.randn(5, 6, requires_grad=True)
-    with CatchWeights() as catch:
+    with WeightCallInterceptor() as catch:
         linear(x).sum().backward()
     assert not catch.calls
     assert x.grad is not None
@@ -124,7 +125,7 @@ def test_weights_whose_gradients_are_one_tensor_do_not_share_it() -> None:
     first, second = (nn.Parameter(torch.zeros(5, 3)) for _ in range(2))
     x, w = torch.randn(5, 4, requires_grad=True), torch.randn(4, 3)
     for _ in range(2):
-        with CatchWeights() as catch:
+        with WeightCallInterceptor() as catch:
             output = torch.addmm(first, x, w) + torch.addmm(second, x, w)
         output.sum().backward()  # type: ignore[no-untyped-call]
         add_weight_gradients(catch.calls)
@@ -137,13 +138,13 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def test_a_forward_that_takes_gradients_of_what_was_caught_begins_again_uncaught() -> None:
+def test_a_forward_that_differentiates_intercepted_calls_is_repeated() -> None:
     linear = nn.Linear(4, 1)
     x = torch.randn(3, 4, requires_grad=True)
-    known = Inner()
-    with pytest.raises(RepeatForward), CatchWeights(known):
+    known = InnerGradients()
+    with pytest.raises(RepeatForward), WeightCallInterceptor(known):
         torch.autograd.grad(torch.tanh(linear(x)).sum(), x, create_graph=True)
-    with CatchWeights(known) as catch:
+    with WeightCallInterceptor(known) as catch:
         torch.autograd.grad(torch.tanh(linear(x)).sum(), x, create_graph=True)
     assert not catch.calls
 
@@ -151,20 +152,20 @@ def test_a_forward_that_takes_gradients_of_what_was_caught_begins_again_uncaught
 def test_a_weight_gets_all_of_its_gradient_in_one_half() -> None:
     linear = nn.Linear(4, 1)
     x = torch.randn(3, 4, requires_grad=True)
-    known = Inner()
-    with pytest.raises(RepeatForward), CatchWeights(known):
+    known = InnerGradients()
+    with pytest.raises(RepeatForward), WeightCallInterceptor(known):
         linear(x) * linear.weight.norm()
-    with CatchWeights(known) as catch:
+    with WeightCallInterceptor(known) as catch:
         linear(x) * linear.weight.norm()
     assert not catch.calls
 
 
 def test_products_are_not_fused_where_a_hook_wants_to_see_the_gradient() -> None:
-    """Of the bias as well."""
+    """Weight and bias."""
     for name in ("weight", "bias"):
         linear, seen = nn.Linear(4, 3), list[Tensor]()
         linear.get_parameter(name).register_hook(seen.append)  # type: ignore[no-untyped-call]
-        with CatchWeights() as catch:
+        with WeightCallInterceptor() as catch:
             output = linear(torch.randn(5, 4, requires_grad=True))
         output.sum().backward()
         add_weight_gradients(catch.calls, fused=True)

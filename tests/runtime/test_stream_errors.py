@@ -1,4 +1,4 @@
-"""Streams that go wrong, and what a user is told who asks for what cannot be."""
+"""Failures in streams, and errors for options that a stream cannot have."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batches(count: int) -> list[Batch]:
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., Pipeline]]:
-    """PipeDream on three ranks, unless told otherwise."""
+    """Return a function that makes pipelines, by default PipeDream on three ranks."""
     built: list[Pipeline] = []
 
     def make(model: Any = None, **given: Any) -> Pipeline:
@@ -79,7 +79,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 class Failing(nn.Module):
-    """In one of its calls, forward or backward."""
+    """Raises in one of its calls, forward or backward."""
 
     def __init__(self, call: int, error: BaseException, *, backward: bool = False) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_an_optimizer_that_raises_ends_the_stream_with_where_it_was(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_that_raises_while_a_left_stream_is_drained_is_told_of(
+def test_a_layer_that_raises_while_an_abandoned_stream_is_drained_is_reported(
     build: Build, backend: str
 ) -> None:
     failing = Failing(7, ValueError("too late"), backward=True)
@@ -159,7 +159,7 @@ def test_a_layer_that_raises_while_a_left_stream_is_drained_is_told_of(
 def test_ctrl_c_in_a_layer_ends_a_serial_stream_at_once(
     build: Build, kind: type[BaseException]
 ) -> None:
-    """What is on its way cannot be finished: other ranks would wait for this layer."""
+    """Micro-batches in flight cannot be finished: other ranks would wait for this layer."""
     pipe = build(layers(Failing(5, kind())), backend="serial")
     with pytest.raises(kind):
         list(pipe.run(batches(12)))
@@ -216,7 +216,7 @@ def test_an_optimizer_of_the_callers_own_is_refused(build: Build, schedule: str)
     outside = AdamW(pipe.parameters())
     message = (
         "AdamW.step() was called for weights that the pipeline steps itself, when their gradients "
-        "are complete: leave it out"
+        "are complete: omit it"
     )
     before = weights_of(pipe)
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
@@ -243,8 +243,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
         for scheduler in schedulers:
             scheduler.step()
     message = (
-        "lr went from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every stage "
-        "is at another step: give Pipeline a scheduler=, which steps with each stage, or change "
+        "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every "
+        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or change "
         "it between two streams"
     )
     count = 0
@@ -263,8 +263,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
     assert backend == "threads" or same(weights_of(pipe), weights_of(other))
 
 
-def test_between_single_steps_learning_rates_are_the_callers_to_change(build: Build) -> None:
-    pipe = build(schedule="1f1b", scheduler=lambda made: StepLR(made, 1, gamma=0.5))
+def test_the_caller_may_change_learning_rates_between_single_steps(build: Build) -> None:
+    pipe = build(schedule="1f1b", scheduler_fn=lambda made: StepLR(made, 1, gamma=0.5))
     pipe.step(*batches(1)[0])
     pipe.optimizers[1].param_groups[0]["lr"] = 1.0
     pipe.step(*batches(1)[0])
@@ -275,21 +275,21 @@ def test_between_single_steps_learning_rates_are_the_callers_to_change(build: Bu
 def test_a_learning_rate_that_is_changed_while_a_stage_steps_is_noticed_or_undone(
     build: Build, scheduler: Callable[[Optimizer], LRScheduler] | None
 ) -> None:
-    pipe = build(scheduler=scheduler, backend="serial")
+    pipe = build(scheduler_fn=scheduler, backend="serial")
 
     def meddle(optimizer: Optimizer, *_: object) -> None:
         optimizer.param_groups[0]["lr"] = 7.0
 
     pipe.optimizers[1].register_step_post_hook(meddle)
     if scheduler is None:
-        with pytest.raises(ModelError, match=r"^lr went from 0.02 to 7.0 on stage 1, in the"):
+        with pytest.raises(ModelError, match=r"^lr was changed from 0.02 to 7.0 on stage 1, in"):
             list(pipe.run(batches(8)))
     else:
         assert len(list(pipe.run(batches(8)))) == 8
     assert [optimizer.param_groups[0]["lr"] for optimizer in pipe.optimizers] == [0.02] * 3
 
 
-def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> None:
+def test_a_scheduler_that_runs_in_another_thread_is_no_external_change(build: Build) -> None:
     """The caller goes on while the scheduler of a stage has changed the rate, and not returned."""
     is_changed, may_return = threading.Event(), threading.Event()
 
@@ -311,7 +311,7 @@ def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> N
             yield torch.randn(4, 4), torch.randn(4, 3)
 
     model = LayerSequence.of([nn.Linear(4, 4), nn.Linear(4, 3)])
-    pipe = build(model, num_ranks=2, scheduler=scheduler, backend="threads")
+    pipe = build(model, num_ranks=2, scheduler_fn=scheduler, backend="threads")
     for number, _ in enumerate(pipe.run(loader())):
         if number == 2:  # mini-batch 4 is on its way
             assert is_changed.wait(30)
@@ -321,7 +321,7 @@ def test_a_scheduler_at_work_in_another_thread_is_no_meddling(build: Build) -> N
 # What asynchronous pipelines do not do
 
 
-def test_what_needs_a_plain_step_is_refused_with_what_to_do_instead(build: Build) -> None:
+def test_methods_that_need_a_plain_step_are_refused_with_an_alternative(build: Build) -> None:
     pipe = build()
     x, y = batches(1)[0]
     message = (
@@ -470,8 +470,8 @@ def test_weights_tied_across_stages_are_refused_where_stages_step_apart(
             {"schedule": "pipedream_2bw", "num_microbatches": 2},
             ScheduleError,
             (
-                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 for its "
-                "two versions to be enough: use more, or 'pipedream'"
+                "num_microbatches is 2, but 'pipedream_2bw' on 3 ranks needs at least 3 so that "
+                "two weight versions suffice: use more, or 'pipedream'"
             ),
         ),
         (
@@ -546,7 +546,7 @@ def test_a_loader_gives_pairs(build: Build) -> None:
         list(build().run([torch.ones(4, 4)]))  # type: ignore[list-item]
 
 
-def test_gradients_of_inputs_are_not_lost_without_a_word(build: Build) -> None:
+def test_gradients_of_inputs_are_not_lost_silently(build: Build) -> None:
     inputs = torch.ones(4, 4, requires_grad=True)
     with pytest.raises(BatchError, match="inputs require gradients, but a stream passes none back"):
         list(build().run([(inputs, torch.ones(4, 4))]))

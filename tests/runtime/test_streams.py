@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from stageline.model.layers import LayerSequence
 from stageline.options import Options
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine.result import StepResult
-from stageline.runtime.engine.run import StepResults
+from stageline.runtime.batches.result import StepResult
+from stageline.runtime.batches.run import StepResults
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.zoo.cases import grouped
@@ -55,7 +55,7 @@ SEED = 5
 
 
 def noisy(dropout: float = 0.2) -> LayerSequence:
-    """Dropout, BatchNorm, and weights in every two layers."""
+    """A model with dropout, BatchNorm, and weights in every second layer."""
     torch.manual_seed(1)
     return LayerSequence.of(
         [
@@ -74,7 +74,7 @@ def batches(*lengths: int) -> list[Batch]:
 
 
 class Trained(NamedTuple):
-    """What training left behind."""
+    """What training leaves: tensors and losses."""
 
     tensors: dict[str, Tensor]  # weights, buffers, and what the optimizer of each stage keeps
     losses: list[float]
@@ -94,7 +94,7 @@ def plainly(
     make_optimizer: MakeOptimizer = OPTIMIZERS["momentum"],
     **given: Any,
 ) -> Trained:
-    """By the plain program of asynchronous rules."""
+    """Train by the plain program of the asynchronous rules."""
     optimizers: list[Optimizer] = []
 
     def make(weights: Weights) -> Optimizer:
@@ -116,7 +116,7 @@ def build(
 
 
 def streamed(data: Iterable[Batch], layers: LayerSequence, *args: Any, **options: Any) -> Trained:
-    """By `pipe.run`."""
+    """Train by `pipe.run`."""
     pipe = build(layers, *args, **options)
     losses = [float(result.loss) for result in pipe.run(data)]
     pipe.close()
@@ -168,7 +168,7 @@ def test_twenty_micro_batches_leave_the_bits_of_the_plain_program(
 def test_mini_batches_of_any_length_leave_the_bits_of_the_plain_program(
     rule: str, backend: str
 ) -> None:
-    """Micro-batches of several sizes; of short mini-batches some are left out."""
+    """Micro-batches of several sizes; short mini-batches have fewer."""
     shared: dict[str, Any] = {"balance": BALANCES[3], "num_microbatches": 3}
     data = batches(7, 1, 6, 2, 9)
     found = streamed(data, noisy(), backend=backend, **shared, **RULES[rule])
@@ -187,7 +187,7 @@ def test_a_stream_that_ends_before_the_pipeline_is_full_is_trained_as_well(
 
 
 def tied_within_a_stage() -> LayerSequence:
-    """The first two layers, and the last two, have a weight in common."""
+    """The first two layers share a weight, and so do the last two."""
     layers = quiet()
     modules = list(layers.modules)
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -284,7 +284,7 @@ def test_2bw_is_not_drained_between_mini_batches() -> None:
 
 
 class Loader:
-    """Counts what it gave; it may break down after that."""
+    """A loader that counts its batches, and may fail after some."""
 
     def __init__(self, data: list[Batch], breaks: bool = False) -> None:
         self.data, self.breaks, self.num_given = data, breaks, 0
@@ -457,7 +457,7 @@ class Memories:
 
 
 def one_weight_each(num_stages: int) -> LayerSequence:
-    """And statistics, which nobody keeps versions of."""
+    """And statistics, which have no versions."""
     torch.manual_seed(1)
     norm = partial(nn.BatchNorm1d, 6, affine=False)
     stages = [nn.Sequential(nn.Linear(6, 6, bias=False), norm()) for _ in range(num_stages)]
@@ -639,7 +639,7 @@ def test_a_step_that_cannot_be_taken_back_waits_for_the_norm_of_all_gradients(
 
 
 class Careful(SGD):
-    """Leaves a step out if a gradient is not finite: for the plain program."""
+    """Skips a step if a gradient is not finite, for the plain program."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is used
         weights = (weight for group in self.param_groups for weight in group["params"])
@@ -648,7 +648,7 @@ class Careful(SGD):
 
 
 @pytest.mark.parametrize(("when", "rule", "backend"), covering(([0, 3], RULES, BACKENDS)))
-def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_once(
+def test_a_loss_that_is_not_finite_does_not_change_the_weights_and_warns_once(
     when: int, rule: str, backend: str
 ) -> None:
     data = batches(*[6] * 7)
@@ -680,7 +680,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_is_told_o
 
 
 class Burst(torch.autograd.Function):
-    """Nothing, with a gradient that is not finite."""
+    """Zero, with a gradient that is not finite."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:  # noqa: ARG004
@@ -706,7 +706,7 @@ class Bursting(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:step 2. gradients are not finite on stage 1, where")
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
-def test_only_the_stages_concerned_leave_a_step_out(schedule: str) -> None:
+def test_only_the_affected_stages_skip_a_step(schedule: str) -> None:
     modules = list(quiet().modules)
     layers = LayerSequence.of([*modules[:3], Bursting(), *modules[3:]])
     pipe = build(layers, schedule=schedule, balance=[3, 2, 4], backend="serial")
@@ -717,7 +717,7 @@ def test_only_the_stages_concerned_leave_a_step_out(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
-def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -> None:
+def test_training_that_diverges_warns_once_within_a_few_steps(schedule: str) -> None:
     """The learning rate is a thousand times too large from mini-batch 20 on."""
 
     def scheduler(optimizer: Optimizer) -> LRScheduler:
@@ -737,7 +737,7 @@ def test_training_that_diverges_is_told_once_within_a_few_steps(schedule: str) -
     pipe.close()
 
 
-def test_a_divergence_in_the_last_steps_of_a_stream_is_told_too() -> None:
+def test_a_divergence_in_the_last_steps_of_a_stream_warns_too() -> None:
     data = batches(*[6] * 8)
     data[-1] = data[-1][0], 1e4 * data[-1][1]
     pipe = build(quiet(), backend="serial")
@@ -764,7 +764,7 @@ def down_and_up(optimizer: Optimizer) -> LRScheduler:
         ("decay", down_and_up, "vertical_sync"),
     ],
 )
-def test_ordinary_training_is_not_warned_of(
+def test_ordinary_training_does_not_warn(
     optimizer: str, scheduler: Callable[[Optimizer], LRScheduler] | None, rule: str
 ) -> None:
     """A small classifier, on two samples at a time: its gradients go up and down a lot."""

@@ -1,4 +1,4 @@
-"""`pipe(inputs)` in training: a filled pipeline whose output takes any loss of the caller's own."""
+"""`pipe(inputs)` in training: the caller computes a loss of the output, and its backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sum_of_each(outputs: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
-def test_a_loss_outside_gives_the_gradients_of_a_step(
+def test_a_loss_of_the_output_gives_the_gradients_of_a_step(
     schedule: str, recompute: str, backend: str
 ) -> None:
     x, y = torch.randn(8, 4), torch.randn(8, 3)
@@ -57,7 +57,7 @@ def test_a_loss_outside_gives_the_gradients_of_a_step(
 
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_gradients_go_on_into_what_made_the_inputs(backend: str) -> None:
+def test_gradients_reach_the_graph_of_the_inputs(backend: str) -> None:
     torch.manual_seed(0)
     before, after = nn.Linear(4, 4), nn.Linear(3, 2)
     inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -74,7 +74,7 @@ def test_gradients_go_on_into_what_made_the_inputs(backend: str) -> None:
     pipe.close()
 
 
-def test_a_step_takes_gradients_into_what_made_the_inputs_as_well() -> None:
+def test_a_step_brings_gradients_to_the_graph_of_the_inputs() -> None:
     torch.manual_seed(0)
     before = nn.Linear(4, 4)
     inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -142,7 +142,7 @@ def test_further_inputs_are_given_by_name() -> None:
     pipe.close()
 
 
-def test_a_backward_that_runs_twice_is_told() -> None:
+def test_a_backward_that_runs_twice_is_an_error() -> None:
     pipe = Pipeline(model(), mse_loss, num_ranks=2, num_microbatches=2)
     output = pipe(torch.randn(4, 4))
     output.sum().backward(retain_graph=True)
@@ -151,7 +151,7 @@ def test_a_backward_that_runs_twice_is_told() -> None:
     pipe.close()
 
 
-def test_a_layer_that_fails_on_the_way_back_is_named() -> None:
+def test_a_layer_that_fails_in_the_backward_is_named() -> None:
     def fail(_: Tensor) -> None:
         raise RuntimeError("no way back")
 
@@ -201,7 +201,7 @@ class Several(nn.Module):
         return {"y": y, "z": torch.complex(x, y), "top": x.argmax(1), "is": x > 0, "d": y.detach()}
 
 
-def test_outputs_have_gradients_where_those_of_a_plain_model_have_some() -> None:
+def test_outputs_require_gradients_where_those_of_a_plain_model_do() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), Several())
     pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend="serial")
     x = torch.randn(6, 4)
@@ -214,7 +214,7 @@ def test_outputs_have_gradients_where_those_of_a_plain_model_have_some() -> None
 
 
 def two_models() -> tuple[nn.Sequential, nn.Sequential, Pipeline]:
-    """One in a pipeline of two micro-batches of equal size, and a plain one."""
+    """Return a pipeline with two micro-batches of equal size, and a plain model."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     pipe = Pipeline(inner, mse_loss, num_ranks=2, num_microbatches=2, backend="threads")
@@ -222,12 +222,12 @@ def two_models() -> tuple[nn.Sequential, nn.Sequential, Pipeline]:
 
 
 def in_halves(plain: nn.Module, x: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """What a plain loop over both micro-batches gives, added in their order."""
+    """Return the sum of both micro-batches' gradients in a plain loop."""
     parts = [torch.autograd.grad(plain(half).sum(), inputs) for half in x.chunk(2)]
     return [a + b for a, b in zip(*parts, strict=True)]
 
 
-def test_a_gradient_of_the_input_alone_leaves_weights_alone() -> None:
+def test_a_gradient_of_the_input_only_does_not_change_the_weights() -> None:
     inner, plain, pipe = two_models()
     x = torch.randn(6, 4, requires_grad=True)
     (found,) = torch.autograd.grad(pipe(x).sum(), x)
@@ -243,7 +243,7 @@ def test_a_gradient_of_the_input_alone_leaves_weights_alone() -> None:
     pipe.close()
 
 
-def test_gradients_of_weights_are_given_to_who_asks_for_them() -> None:
+def test_autograd_grad_returns_gradients_of_weights() -> None:
     inner, plain, pipe = two_models()
     x = torch.randn(6, 4, requires_grad=True)
     wanted = in_halves(plain, x, list(plain.parameters()))
@@ -288,7 +288,7 @@ def test_some_outputs_only_or_one_of_them_twice() -> None:
         assert torch.allclose(found.grad, wanted.grad, atol=1e-5)  # type: ignore[arg-type]
 
 
-def test_hooks_on_weights_are_called_as_in_a_plain_loop_and_never_for_nothing() -> None:
+def test_hooks_on_weights_are_called_as_in_a_plain_loop() -> None:
     inner, plain, pipe = two_models()
     seen: dict[str, list[Tensor]] = {"inner": [], "plain": []}
     list(inner.parameters())[2].register_hook(seen["inner"].append)  # type: ignore[no-untyped-call]
@@ -299,7 +299,7 @@ def test_hooks_on_weights_are_called_as_in_a_plain_loop_and_never_for_nothing() 
         plain(half).sum().backward()
     assert len(seen["inner"]) == 2
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
-    with pytest.raises(ModelError, match="weights that are not among them have hooks"):
+    with pytest.raises(ModelError, match="other weights have hooks"):
         torch.autograd.grad(pipe(x).sum(), x)
     assert len(seen["inner"]) == 2
     pipe.close()

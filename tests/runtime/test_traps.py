@@ -1,4 +1,4 @@
-"""Sixteen traps that a pipeline can fall into, as its users would tell them: a test of each."""
+"""Sixteen known defects of pipeline libraries, as users report them: a test for each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """A pipeline of two ranks and four micro-batches, unless told otherwise."""
+    """Return a function that makes pipelines, by default of two ranks and four micro-batches."""
     built: list[Pipeline] = []
 
     def make(model: Any, loss_fn: Any = mse_loss, **options: Any) -> Pipeline:
@@ -59,7 +59,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=SCHEDULES)
 def build_each(build: Build, backend: str, request: pytest.FixtureRequest) -> Build:
-    """The same with every schedule, in one thread and in several."""
+    """The same with every schedule, serial and in threads."""
     return partial(build, schedule=request.param, backend=backend)
 
 
@@ -77,7 +77,7 @@ def random_and_normed() -> nn.Sequential:
 
 
 class Head(nn.Module):
-    """Scores of tokens, by the weight of the embedding."""
+    """Logits of tokens, by the weight of the embedding."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def tied() -> nn.Sequential:
 
 
 class Note(nn.Module):
-    """Passes its input on and notes something of every call."""
+    """Returns its input and records something of every call."""
 
     def __init__(self, what: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Note(nn.Module):
 
 
 class Alive:
-    """Outputs of layers that are in memory, by layer and number of its call, whoever holds them."""
+    """Outputs of layers that are in memory, by layer and number of the call."""
 
     def __init__(self, layers: LayerSequence) -> None:
         self.storages: dict[tuple[str, int], weakref.ref[Any]] = {}
@@ -150,18 +150,18 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def are_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    """The same names, and under each the same bits."""
+    """Return whether two state dicts have the same names and bits."""
     pairs = zip(ours.values(), theirs.values(), strict=False)
     return bool(ours) and list(ours) == list(theirs) and all(torch.equal(a, b) for a, b in pairs)
 
 
 def after_each_gradient(weight: Tensor, call: Callable[[], object]) -> None:
-    """Each time that a micro-batch's gradient was added to the weight's."""
+    """Call a function each time that a micro-batch's gradient is added to the weight's."""
     weight.register_post_accumulate_grad_hook(lambda _: call() and None)  # type: ignore[no-untyped-call]
 
 
 def within(seconds: float, call: Callable[[], object]) -> None:
-    """The call's own error if it has one, or that it hangs."""
+    """Raise the call's own error, or TimeoutError if it hangs."""
     errors: list[Exception | None] = []
 
     def run() -> None:
@@ -254,7 +254,7 @@ def test_trap_03_evaluating_before_training_trains_to_the_same_bits(build_each: 
 def test_trap_04_seven_samples_in_four_micro_batches_are_two_two_two_and_one(
     build_each: Build,
 ) -> None:
-    """And the next batch may have other shapes altogether: sequences are of any length."""
+    """The next batch may have other shapes, such as longer sequences."""
     model, shapes = chain(), Note(lambda x: tuple(x.shape))
     plain = copy.deepcopy(model)
     pipe = build_each([*model, shapes])
@@ -331,7 +331,7 @@ def test_trap_06_a_loss_for_each_sample_is_an_error_and_not_summed(build: Build)
 
 
 def test_trap_07_every_micro_batch_trains_not_only_the_last(build_each: Build) -> None:
-    """Each sample has a feature of its own, so a column of the first gradient tells of it."""
+    """Each sample has its own feature, and so its own column of the first gradient."""
     model = nn.Sequential(nn.Linear(8, 6), *list(chain())[1:])
     plain, calls = copy.deepcopy(model), Counter[str]()
     for name, weight in model.named_parameters():
@@ -404,7 +404,7 @@ def test_trap_09_a_tied_embedding_stays_one_weight_over_twenty_steps(build_each:
 
 
 def test_trap_09_a_tied_gradient_counts_once_for_each_use(build_each: Build) -> None:
-    """In whole numbers, whose sums are exact in any order, so that plain autograd is the judge."""
+    """Sums of whole numbers are exact in any order, so plain autograd is the reference."""
     embedding = nn.Embedding(5, 4)
     model = nn.Sequential(embedding, nn.Linear(4, 4), nn.ReLU(), Head(embedding))
     with torch.no_grad():
@@ -418,7 +418,7 @@ def test_trap_09_a_tied_gradient_counts_once_for_each_use(build_each: Build) -> 
 
 
 def left_behind(pipe: Pipeline, alive: Alive) -> set[tuple[str, int]]:
-    """Of micro-batches whose backward is over, in the backwards of those that follow."""
+    """Return outputs of finished micro-batches that are alive in later backwards."""
     found: set[tuple[str, int]] = set()
     for stage in pipe._session.assembly.layout.stages:
         layers = [pipe.layers.layers[number] for number in stage]
@@ -440,7 +440,7 @@ def left_behind(pipe: Pipeline, alive: Alive) -> set[tuple[str, int]]:
 
 
 def test_trap_10_activations_are_gone_when_the_next_backward_comes(build_each: Build) -> None:
-    """With halves: when the next W of the stage comes."""
+    """With a split backward, when the next W of the stage runs."""
     layers = LayerSequence.of(chain())
     alive = Alive(layers)
     assert not left_behind(build_each(layers), alive)
@@ -459,7 +459,7 @@ def test_trap_10_recomputed_activations_are_gone_as_soon(build: Build, backend: 
 def test_trap_10_a_skip_is_freed_after_its_last_reader_s_backward(
     build: Build, schedule: str
 ) -> None:
-    """Its writer recomputes and holds nothing itself, so the readers' hold is all there is."""
+    """The writer recomputes and holds nothing itself, so only the readers hold the skip."""
     writer = Layer("writer", nn.Linear(4, 4), ("x",), ("skip",))
     readers = [Layer(f"reader{i}", nn.Bilinear(4, 4, 4), ("x", "skip")) for i in range(3)]
     layers = LayerSequence((writer, Layer("on", nn.Identity(), ("skip",)), *readers))
@@ -553,7 +553,7 @@ def test_trap_10_nothing_of_a_failed_step_is_left_when_its_error_is_gone(
 
 
 class Random(nn.Module):
-    """Draws, and notes what surrounds it: gradients, autocast, and the type that comes of it."""
+    """Draws, and records grad mode, autocast and the resulting dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -622,7 +622,7 @@ def test_trap_12_fewer_micro_batches_than_ranks_train_or_are_refused_at_once(
 def test_trap_12_no_receive_keeps_a_rank_from_work_that_is_ready(
     build: Build, schedule: str, num_ahead: int
 ) -> None:
-    """The last rank does not begin before the first has done all that needs nothing from it."""
+    """The last rank starts only after the first has done everything that does not depend on it."""
     done = Event()
     first = Note(lambda _: done.set() if len(first.notes) == num_ahead - 1 else None)
     last = Note(lambda _: done.wait(20))
@@ -696,7 +696,7 @@ def test_trap_13_a_schedule_s_name_that_is_misspelt_is_put_right(build: Build) -
 def test_trap_14_the_last_micro_batch_of_a_short_batch_is_not_recomputed(
     build_each: Build, num_samples: int, num_calls: list[int]
 ) -> None:
-    """Samples count up, so that a layer knows which micro-batch it was called with."""
+    """Samples are numbered, so that a layer knows its micro-batch."""
     size = num_samples // len(num_calls)
     first, last = (Note(lambda x: int(x[0, 0]) // size) for _ in range(2))
     pipe = build_each([first, Occupy(0, 0, 0), nn.Identity(), last], recompute="except_last")
@@ -710,7 +710,7 @@ def test_trap_14_the_last_micro_batch_of_a_short_batch_is_not_recomputed(
 def test_trap_15_a_checkpoint_has_every_parameter_under_the_model_s_own_name(
     build: Build, schedule: str, num_ranks: int
 ) -> None:
-    """With a tied weight, buffers, and Sequentials inside of each other."""
+    """With a tied weight, buffers and nested Sequentials."""
 
     def make() -> nn.Sequential:
         *layers, head = tied()
@@ -732,7 +732,7 @@ def test_trap_15_a_checkpoint_has_every_parameter_under_the_model_s_own_name(
 
 
 def idle_shares(pipe: Pipeline) -> dict[str, float]:
-    """Medians of what each reason of idle time took, once the threads are there."""
+    """Return the median idle time by reason, after the threads have started."""
     batch = torch.ones(8, 1), torch.zeros(8, 1)
     pipe.step(*batch)
     found = [shares_of_a_step(pipe, *batch) for _ in range(5)]
@@ -740,7 +740,7 @@ def idle_shares(pipe: Pipeline) -> dict[str, float]:
 
 
 def shares_of_a_step(pipe: Pipeline, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Of ranks × makespan."""
+    """Return idle time by reason, as a share of ranks × makespan."""
     with pipe.trace() as trace:
         pipe.step(x, y)
     timeline = trace.timeline

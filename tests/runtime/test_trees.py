@@ -1,4 +1,4 @@
-"""Containers are taken apart and put together again as they were, whoever wrote their classes."""
+"""Containers of any class are taken apart and put together again as they were."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class PairWithMore(Pair):
-    """It may have further attributes."""
+    """A subclass with further attributes."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Typed(Generic[T]):
 
 
 class Encoding(UserDict[str, Any]):
-    """As the batches of tokenizers are: keys are attributes too."""
+    """Like the batches of tokenizers: keys are attributes too."""
 
     def __init__(self, data: Any, kind: str) -> None:
         super().__init__(data)
@@ -193,7 +193,7 @@ CONTAINERS: list[Any] = [
 
 
 def state(tree: Any) -> Any:
-    """All that can be seen of a container, in its order, as something that can be compared."""
+    """Return everything in a container in order, in a form that can be compared."""
     if isinstance(tree, Tensor):
         return tree.tolist()
     items: list[Any]
@@ -236,7 +236,7 @@ def test_leaves_come_in_the_order_of_the_tree() -> None:
     assert paths(spec) == ["['z']", "['a'].logits", "['a'].loss[0]", "['a'].loss[1]", "[0]"]
 
 
-def test_places_of_leaves_read_like_code() -> None:
+def test_paths_of_leaves_read_like_code() -> None:
     def places(tree: Any) -> list[str]:
         return paths(flatten(tree)[1])
 
@@ -269,12 +269,12 @@ def test_fields_of_a_dataclass_come_in_their_order_whenever_they_were_set() -> N
 def test_an_attribute_that_is_an_item_too_stays_one_tensor() -> None:
     tree = AttributesAndItems(logits=tensor())
     assert len(trees.tensors(tree)) == 1
-    other = trees.map_leaves(trees.copied, tree)
+    other = trees.map_leaves(trees.cloned, tree)
     assert other.logits is other["logits"]
     assert other.logits is not tree.logits
 
 
-def test_what_a_container_has_cached_is_worked_out_again() -> None:
+def test_cached_properties_are_computed_again() -> None:
     @dataclass
     class Batch:
         x: Tensor
@@ -339,7 +339,7 @@ def test_other_objects_are_leaves() -> None:
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
-    with pytest.raises(ModelError, match="a list contains itself, or is nested too deep"):
+    with pytest.raises(ModelError, match="a list contains itself or is nested too deep"):
         flatten(tree)
 
 
@@ -353,7 +353,7 @@ def test_too_few_or_too_many_leaves_are_refused() -> None:
 
 def test_a_packed_sequence_keeps_its_order() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
-    other = trees.map_leaves(trees.itself, packed)
+    other = trees.map_leaves(trees.identity, packed)
     assert isinstance(other, PackedSequence)
     pairs = zip(other, packed, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)

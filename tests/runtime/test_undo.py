@@ -1,4 +1,4 @@
-"""A step that is taken back and made again with clipped gradients, beside one that was not."""
+"""A step that is undone and repeated with clipped gradients equals one that was clipped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def trained(
     build: Build, undone: set[int], clip: float = 0.3, dtype: torch.dtype = torch.float32
 ) -> tuple[list[nn.Parameter], Optimizer]:
-    """Six steps with clipped gradients; those in `undone` were first made without clipping."""
+    """Make six steps with clipped gradients; those in `undone` first without clipping."""
     weights = weights_of(dtype)
     optimizer = build(weights)
     for step in range(6):
@@ -121,7 +121,7 @@ def optimizers(draw: st.DrawFn) -> Build:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(optimizers(), st.sets(st.integers(0, 5), min_size=1), st.floats(0.3, 1))
-def test_whatever_the_options_undone_steps_leave_no_trace(
+def test_undone_steps_change_nothing_with_any_options(
     build: Build, undone: set[int], clip: float
 ) -> None:
     assert_same(trained(build, undone, clip), trained(build, set(), clip), atol=1e-6 * len(undone))
@@ -270,7 +270,7 @@ def test_weights_and_state_stay_where_they_are_in_memory() -> None:
 
 
 def test_what_was_zero_has_a_square_root_afterwards() -> None:
-    """A second moment of 0, a gradient that is taken back, and then none."""
+    """A second moment of 0, a gradient that is undone, and then none."""
     weight = nn.Parameter(torch.zeros(10_000))
     optimizer = Adam([weight])
     weight.grad = torch.zeros_like(weight)
@@ -285,7 +285,7 @@ def test_what_was_zero_has_a_square_root_afterwards() -> None:
 
 
 class OurSGD(SGD):
-    """Its step may do anything."""
+    """An optimizer of the user's own."""
 
 
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
@@ -334,7 +334,7 @@ def test_sparse_gradients_are_refused() -> None:
         prepare_undo(optimizer)
 
 
-def test_hooks_on_the_step_are_refused_for_nobody_knows_what_they_do() -> None:
+def test_hooks_on_the_step_are_refused() -> None:
     optimizer = SGD([on("cpu")])
     handle = optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ModelError, match="hooks on its step"):
@@ -353,7 +353,7 @@ def test_hooks_on_the_step_are_refused_for_nobody_knows_what_they_do() -> None:
         AdamW([on("cpu", torch.bfloat16)], lr=0.1, fused=True),
     ],
 )
-def test_steps_that_look_like_those_can_be_taken_back(optimizer: Optimizer) -> None:
+def test_similar_steps_can_be_undone(optimizer: Optimizer) -> None:
     (weight,) = optimizer.param_groups[0]["params"]
     weight.grad = torch.full_like(weight, 0.25)
     before = prepare_undo(optimizer)

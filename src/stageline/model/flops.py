@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+from stageline.torch_private import pytree
 
 
 def forward_flops(layers: LayerSequence, inputs: Mapping[str, Any]) -> list[int] | None:

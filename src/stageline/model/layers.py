@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stageline.errors import ModelError
+from stageline.torch_private import child_table, has_hooks
 
 CHAIN = "x"  # the name of the value in a chain
 INPUT = -1  # in place of a layer's number, for values that come with the batch
@@ -176,16 +177,15 @@ def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
     if not _is_plain_sequential(module):
         yield Layer(prefix, module)
         return
-    for name, child in module._modules.items():  # noqa: SLF001  named_children() drops repeats
+    for name, child in child_table(module).items():  # named_children() drops repeats
         assert child is not None  # a Sequential has no empty children
         yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
     """Return whether a module only runs its children: no forward of its own and no hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     is_plain = type(module).forward is nn.Sequential.forward
-    return is_plain and not any(getattr(module, name) for name in hooks)
+    return is_plain and not has_hooks(module)
 
 
 def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:

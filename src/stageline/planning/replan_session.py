@@ -15,7 +15,7 @@ from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.everywhere import everywhere
 from stageline.runtime.engine.recorder import Recorder
 from stageline.runtime.engine.session import Session
-from stageline.runtime.exactness.hidden_weights import check_shared_norms
+from stageline.runtime.exactness.shared_buffers import check_shared_norms
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.move_layers import (
     GroupsOptions,
@@ -87,7 +87,7 @@ def _move(
         state.restore_groups(layout.parameters())
     move_to_devices(layers, layout.device_of_layer, optimizer)
     tied = TiedWeights.of(layers, layout.device_of_layer)
-    trusts = all(stage.silent.trusts for stage in old.stages)
+    trusts = all(stage.deterministic_layers.trusts for stage in old.stages)
     session.assembly = assemble(layout, old.settings, collectives, tied, None)
     for stage in session.assembly.stages:
-        stage.silent.trusts &= trusts
+        stage.deterministic_layers.trusts &= trusts

@@ -1,5 +1,4 @@
-"""Where ranks compute. On CPU there is nothing to do; CUDA's part is thin, and has not run on
-hardware."""
+"""The device of each rank. On CPU there is nothing to do; CUDA's part has not run on hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Device = torch.device | str
 
 
 def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.device | None, ...]:
-    """One for each rank; None leaves layers and tensors where they are."""
+    """Return each rank's device, or None for each to leave layers and tensors where they are."""
     if devices is None:
         return (None,) * num_ranks
     if isinstance(devices, str | torch.device):
@@ -33,7 +32,10 @@ def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.dev
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:
-    """The same values on a device. Copies between GPUs wait for both sides' work, as torch does."""
+    """Return a tree with its tensors on a device; None leaves them where they are.
+
+    Copies between GPUs wait for both sides' work, as torch's do.
+    """
     if device is None:
         return tree
     return trees.map_leaves(
@@ -42,6 +44,6 @@ def moved(tree: Any, device: torch.device | None) -> Any:
 
 
 def current(device: torch.device | None) -> AbstractContextManager[object]:
-    """What a rank's thread is in while it works: new tensors and kernels go to its own GPU."""
+    """Return a context in which new tensors and kernels of a rank's thread go to its own GPU."""
     is_cuda = device is not None and device.type == "cuda"
     return torch.cuda.device(device) if is_cuda else nullcontext()

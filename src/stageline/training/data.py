@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stageline.errors import BatchError
-from stageline.runtime.engine.microbatches import pair
+from stageline.runtime.batches.microbatches import pair
 
 
 class DataPosition(NamedTuple):

@@ -20,8 +20,8 @@ from stageline.pipeline import Pipeline
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
 from stageline.runtime import trees
-from stageline.runtime.engine.microbatches import num_samples
-from stageline.runtime.engine.result import StepResult
+from stageline.runtime.batches.microbatches import num_samples
+from stageline.runtime.batches.result import StepResult
 from stageline.training.data import Batch
 from stageline.units import format_bytes
 

@@ -17,7 +17,7 @@ from stageline.checkpoint.pipeline_state import check_parameters, has_own_optimi
 from stageline.checkpoint.save import save
 from stageline.errors import CheckpointError, ModelError
 from stageline.pipeline import Pipeline
-from stageline.runtime.engine.result import StepResult
+from stageline.runtime.batches.result import StepResult
 from stageline.training.data import Batch, DataPosition
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.model.layers import LayerSequence
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import BatchNormBase
 
 Batch = tuple[Any, Tensor]  # inputs (a dict if they are named) and target
 # The number of values, their mean and the sum of squared deviations, per channel.
@@ -35,7 +35,7 @@ def train_plainly(
 ) -> list[float]:
     """Run an optimizer step for each batch, and return the losses."""
     doubles = untie(layers)
-    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):
@@ -107,7 +107,7 @@ def add_up(doubles: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 @contextmanager
-def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+def statistics(norms: list[BatchNormBase]) -> Iterator[None]:
     """Update running statistics once per mini-batch, in place of torch's own updates."""
     seen: dict[nn.Module, list[Moments]] = {norm: [] for norm in norms}
     before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
@@ -126,7 +126,7 @@ def statistics(norms: list[_BatchNorm]) -> Iterator[None]:
         _update(norm, before[norm], seen[norm])
 
 
-def _update(norm: _BatchNorm, before: list[Tensor], seen: list[Moments]) -> None:
+def _update(norm: BatchNormBase, before: list[Tensor], seen: list[Moments]) -> None:
     """Combine the micro-batches in ascending order in double precision, and round at the end.
 
     The order matters as it does for gradients: (9 a + b) / 10 of two floats is often exactly

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.model.layers import LayerSequence
+from stageline.torch_private import BatchNormBase
 from stageline.zoo.plain import Batch, add_up, cut, even_sizes, forward, statistics, untie
 
 
@@ -48,7 +48,7 @@ def train_asynchronously(
     replicas = replicas or [1] * len(balance)
     parts = _split(layers, balance)
     stages = [VersionedStage(part, make_optimizer, make_scheduler) for part in parts]
-    norms = [part for part in layers.modules.modules() if isinstance(part, _BatchNorm)]
+    norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, target) in enumerate(batches):

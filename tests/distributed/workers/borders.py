@@ -6,8 +6,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tests.runtime.test_borders import BORDERS, bias_of_all_layers, cross_attention
 from tests.runtime.test_in_place import ChangingFirst, Made, Scaled, Twice, skipping
+from tests.runtime.test_stage_border import BORDERS, bias_of_all_layers, cross_attention
 from torch.nn.functional import mse_loss
 
 from stageline.errors import StagelineError

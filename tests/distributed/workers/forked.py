@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.runtime.backends.processes.message_shapes import predict_specs
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.backends.processes.messages.shapes import predict_specs
+from stageline.runtime.exactness.caller_context import ForwardContext
 
 
 def import_all() -> None:
@@ -27,7 +27,7 @@ def import_all() -> None:
     for name in sl.__all__:
         getattr(sl, name)
     layers = sl.LayerSequence.of([nn.Linear(1, 1)])
-    predict_specs(layers, {"x": torch.ones(1, 1)}, Ambient.here())
+    predict_specs(layers, {"x": torch.ones(1, 1)}, ForwardContext.current())
 
 
 def start(request: dict[str, Any], attempt: int) -> bool:

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import stageline as sl
 from stageline.model.layers import LayerSequence
-from stageline.runtime.engine.result import StepResult
-from stageline.runtime.engine.run import StepResults
+from stageline.runtime.batches.result import StepResult
+from stageline.runtime.batches.run import StepResults
 from stageline.zoo.cases import grouped
 from stageline.zoo.plain_asynchronous import train_asynchronously
 

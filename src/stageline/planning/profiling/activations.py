@@ -23,7 +23,7 @@ from stageline.model.layers import INPUT, Value
 from stageline.planning.profiling.momentary import momentary_bytes
 from stageline.planning.profiling.solo import Solo
 from stageline.runtime import trees
-from stageline.runtime.engine.split_backward import Caught
+from stageline.runtime.stage.weight_calls import WeightCall
 
 Storages = dict[int, int]  # bytes by identity, as long as somebody holds them
 
@@ -121,7 +121,7 @@ def _seen(solo: Solo, number: int) -> tuple[Seen, dict[Value, Any]]:
         run = solo.forward(number, in_halves=True)
     until_input_grad = _storages(_held(boxes, run.waiting.graphs[0].calls))
     solo.backward(run, solo.ones(run))
-    owed, _ = run.waiting.owed[0]
+    owed, _ = run.waiting.deferred[0]
     until_weight_grad = _storages(_held(boxes, owed))
     gradients = (gradient for call in owed for gradient in call.gradients if gradient is not None)
     waiting = sum(_storages(gradients).values())
@@ -129,7 +129,7 @@ def _seen(solo: Solo, number: int) -> tuple[Seen, dict[Value, Any]]:
     return Seen(until_input_grad, until_weight_grad, waiting), run.written
 
 
-def _held(boxes: list[weakref.ref[Box]], calls: Iterable[Caught]) -> Iterator[Tensor]:
+def _held(boxes: list[weakref.ref[Box]], calls: Iterable[WeightCall]) -> Iterator[Tensor]:
     for reference in boxes:
         if (box := reference()) is not None:
             yield box.tensor

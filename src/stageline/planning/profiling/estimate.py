@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stageline.errors import PlanError, StageError
 from stageline.model.layers import LayerSequence
@@ -29,6 +27,7 @@ from stageline.planning.profiling.roofline import Roofline
 from stageline.planning.profiling.solo import Solo
 from stageline.planning.profiling.subject import LossFunction, Model, Subject
 from stageline.runtime import trees
+from stageline.torch_private import BatchNormBase, DataDependentOutputException, FakeTensorMode
 
 
 def estimate(
@@ -115,7 +114,7 @@ def _layers_without_data(layers: LayerSequence) -> LayerSequence:
     memo = {id(tensor): _without_data(tensor) for tensor in tensors}
     modules = copy.deepcopy(layers.modules, memo)
     for part in modules.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None:
+        if isinstance(part, BatchNormBase) and part.momentum is None:
             part.momentum = 0.1  # without one it asks how many batches it has seen
     pairs = zip(layers, modules, strict=True)
     return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))

@@ -34,7 +34,7 @@ from stageline.planning.profiling.profile import Profile
 from stageline.planning.profiling.solo import Solo
 from stageline.planning.profiling.subject import LossFunction, Model, Subject
 from stageline.planning.progress import progress_of
-from stageline.runtime.exactness.parity import left_as_it_was
+from stageline.runtime.parity.plain_loop import preserved_model
 
 T = TypeVar("T")
 WARM_UP = 2  # runs that do not count: memory is new to the process, layers are watched
@@ -72,7 +72,7 @@ def profile(
     others = [subject._replace(layers=subject.layers.copy()) for _ in range(ranks - 1)]
     rounds = WARM_UP + repeats
     with (
-        left_as_it_was(subject.layers),
+        preserved_model(subject.layers),
         torch.random.fork_rng(devices=[]),
         progress_of(len(samples) * rounds, "rounds", shown=progress) as begin,
     ):

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stageline.planning.profiling.solo import Solo
+from stageline.torch_private import TorchDispatchMode, pytree
 
 
 class Live(TorchDispatchMode):

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stageline.planning.profiling.rates import Rates
+from stageline.torch_private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 # torch has formulas for the kernels of GPUs only

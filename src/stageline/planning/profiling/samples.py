@@ -12,7 +12,7 @@ from stageline.arguments import shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES, check_most
 from stageline.runtime import trees
-from stageline.runtime.engine import microbatches
+from stageline.runtime.batches import microbatches
 
 
 def checked_sizes(sizes: Sequence[int] | None, *batches: Any) -> list[int]:
@@ -40,7 +40,7 @@ def resized(batch: Any, samples: int) -> Any:
     >>> resized((torch.arange(3), "all"), 5)
     (tensor([0, 1, 2, 0, 1]), 'all')
     """
-    return trees.map_leaves(lambda item: trees.at_the_edge(_resized(item, samples)), batch)
+    return trees.map_leaves(lambda item: trees.as_graph_leaf(_resized(item, samples)), batch)
 
 
 def _resized(item: Any, samples: int) -> Any:

@@ -11,10 +11,11 @@ from torch import Tensor
 from stageline.errors import StageError
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime import trees
-from stageline.runtime.engine.stage import Gradients, Pass, Stage, Target, Waiting
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.checks import edges_of
+from stageline.runtime.stage.stage import Stage
+from stageline.runtime.stage.stage_values import ForwardArgs, Gradients, InFlight, Target
 
 
 class Run(NamedTuple):
@@ -23,7 +24,7 @@ class Run(NamedTuple):
     number: int  # of the layer
     in_halves: bool
     written: dict[Value, Any]
-    waiting: Waiting
+    waiting: InFlight
 
 
 class Solo:
@@ -34,7 +35,7 @@ class Solo:
         layers: LayerSequence,
         inputs: Mapping[str, Any],
         target: Target | None,
-        ambient: Ambient,
+        ambient: ForwardContext,
     ) -> None:
         self.layers, self.target, self.ambient = layers, target, ambient
         self.tied = TiedWeights.of(layers)
@@ -52,23 +53,23 @@ class Solo:
             self.values.update(self.forward(number, in_halves=False).written)
 
     def forward(self, number: int, *, in_halves: bool) -> Run:
-        stage, waiting = self.stages[number], Waiting()
-        this = Pass(
+        stage, waiting = self.stages[number], InFlight()
+        this = ForwardArgs(
             microbatch=0,
             values={value: self.values[value] for value in self.layers.sources[number]},
             target=self.target if stage.has_output else None,
             seed=0,
             step=0,
             first=0,
-            ambient=self.ambient,
+            context=self.ambient,
             in_halves=in_halves,
         )
         try:
             written = stage.forward(this, waiting).written
         except Exception as error:
             raise self._failure(number, error) from error
-        stage.statistics.seen.clear()
-        stage.inner.trust()  # the next one is as those after the first step
+        stage.statistics.clear()
+        stage.inner_gradients.stop_observing()  # the next one is as those after the first step
         return Run(number, in_halves, written, waiting)
 
     def ones(self, run: Run) -> Gradients:
@@ -100,7 +101,7 @@ class Solo:
             for tensor in trees.tensors(self.values[value])
         ]
         return StageError(
-            f"layer {self.stages[number].at_work!r} failed on inputs of shapes "
+            f"layer {self.stages[number].running_layer!r} failed on inputs of shapes "
             f"{', '.join(map(str, shapes))}\n  {type(error).__name__}: {error}"
         )
 

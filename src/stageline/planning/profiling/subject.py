@@ -13,8 +13,8 @@ from stageline.model.inputs import named_inputs
 from stageline.model.layers import Layer, LayerSequence
 from stageline.planning.profiling.samples import checked_sizes, resized
 from stageline.planning.profiling.solo import Solo
-from stageline.runtime.engine.stage import Target
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.runtime.stage.stage_values import Target
 
 Model = LayerSequence | nn.Module | Sequence[Layer | nn.Module]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -27,7 +27,7 @@ class Subject(NamedTuple):
     inputs: dict[str, Any]
     loss_fn: LossFunction | None
     target: Any
-    ambient: Ambient
+    ambient: ForwardContext
 
     @staticmethod
     def of(model: Model, sample: Any, loss_fn: LossFunction | None, target: Any) -> Subject:
@@ -36,7 +36,9 @@ class Subject(NamedTuple):
         if loss_fn is not None:
             check_function("loss_fn", loss_fn)
         layers = LayerSequence.of(model)
-        return Subject(layers, named_inputs(layers, sample), loss_fn, target, Ambient.here())
+        return Subject(
+            layers, named_inputs(layers, sample), loss_fn, target, ForwardContext.current()
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

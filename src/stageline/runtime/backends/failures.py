@@ -29,7 +29,7 @@ def stage_error(loop: Loop, stream: Stream, rank: int, error: BaseException) -> 
 def failure_text(loop: Loop, stream: Stream, rank: int, error: BaseException) -> str:
     """Return which rank, layer, action and micro-batch failed, and the cause."""
     minibatch, action = stream.now[rank]
-    layer = loop.stages[action.stage].at_work
+    layer = loop.stages[action.stage].running_layer
     which = "" if action.microbatch == WHOLE_BATCH else f", micro-batch {action.microbatch}"
     which += f" of mini-batch {minibatch}" if stream.is_open else ""
     return (

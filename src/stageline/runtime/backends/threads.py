@@ -7,7 +7,7 @@ the cause, after every other rank has stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, thread, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import count
 from threading import Condition
@@ -21,7 +21,8 @@ from stageline.runtime.backends.mailbox import Mailbox, PostOffice, RankStopped
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Actions, MiniBatch, Stream
-from stageline.runtime.exactness.caller_context import Surroundings
+from stageline.runtime.exactness.caller_context import CallerContext
+from stageline.torch_private import is_interpreter_exiting
 
 LOOK = 0.5  # seconds after which a rank that waits looks whether the interpreter waits for it
 
@@ -73,7 +74,7 @@ class Gate:
         """Wait for a mini-batch; return whether there is anything to do in this segment."""
         with self.changed:
             while not self.changed.wait_for(lambda: segment < self.num_fed or self.is_over, LOOK):
-                if thread._shutdown:  # noqa: SLF001  the interpreter ends, in the middle of a stream
+                if is_interpreter_exiting():  # in the middle of a stream
                     return False
             return not self.is_stopped and segment < self.num_fed + self.lag and self.num_fed > 0
 
@@ -97,7 +98,7 @@ class ThreadsRun:
         self.gate = Gate(loop.num_ranks, stream.lag)
         self.post = PostOffice(loop.period.placement, loop.num_ranks)
         self.failures: list[StageError] = []
-        context = Surroundings.here()
+        context = CallerContext.current()
         ranks = range(loop.num_ranks)
         self.futures = [backend.pool.submit(context.run, self._work, rank) for rank in ranks]
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.engine.handlers import HANDLERS
 from stageline.runtime.engine.loop import Loop
-from stageline.runtime.engine.offload import host_memory
 from stageline.runtime.engine.replicas import Replicas
-from stageline.runtime.engine.stage import Stage
-from stageline.runtime.exactness.hidden_weights import SharedBuffers
+from stageline.runtime.exactness.shared_buffers import SharedBuffers
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.optimizers.late_clipping import LateClipping
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import edges_of, is_asynchronous
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.settings import Settings
+from stageline.runtime.stage.offload import host_memory
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.program.lower_period import lower_period
 from stageline.schedules.program.program import Epilogue
 from stageline.schedules.program.stream import as_stream
 from stageline.schedules.schedule import Schedule
+from stageline.torch_private import BatchNormBase
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def _clips_late(
     if optimizers is None or settings.max_norm is None:
         return False
     modules = (m for layer in layout.layers for m in layer.module.modules())
-    has_norms = any(isinstance(module, _BatchNorm) for module in modules)
+    has_norms = any(isinstance(module, BatchNormBase) for module in modules)
     is_repeatable = not (has_norms and settings.batch_norm == "microbatch")
     own = is_repeatable and optimizers.is_undoable
     return all(collectives.gather(own, "whether steps can be undone", Group.EVERYONE))

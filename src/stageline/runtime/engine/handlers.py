@@ -21,12 +21,12 @@ from stageline.runtime.engine.minibatch import (
     Purpose,
     RecordedAction,
 )
-from stageline.runtime.engine.stage import Pass, Waiting
 from stageline.runtime.engine.tasks import Task
+from stageline.runtime.engine.tied_exchange import exchange_gradients
 from stageline.runtime.exactness.in_place import NO_MARKS, Mark, Marks
-from stageline.runtime.exactness.tied_exchange import exchange_gradients
-from stageline.runtime.exactness.weight_aliases import Unchanged
+from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.clipping import clip_factor, gradient_norms, scale_, total_norm
+from stageline.runtime.stage.stage_values import ForwardArgs, InFlight
 from stageline.schedules.action import Action, Kind
 
 
@@ -62,7 +62,7 @@ def backward(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:
     """Take gradients back; what has to be recomputed is, while they may still be on their way."""
     stage, microbatch = task.action.stage, task.action.microbatch
     waiting = minibatch.waiting[stage]
-    if microbatch in waiting.passes:
+    if microbatch in waiting.recomputations:
         start = perf_counter()
         run.loop.stages[stage].prepare_backward(microbatch, waiting)
         record(run, task.action, minibatch, start)
@@ -128,9 +128,9 @@ def step(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
     """Complete a stage's gradients, and step its optimizer if the pipeline owns it."""
     number, optimizers = task.action.stage, run.stream.optimizers
     stage = run.loop.stages[number]
-    stage.at_work = "optimizer" if optimizers is not None else stage.at_work
-    if stage.unchanged is not None:
-        stage.unchanged.check()
+    stage.running_layer = "optimizer" if optimizers is not None else stage.running_layer
+    if stage.unchanged_weights is not None:
+        stage.unchanged_weights.check()
     run.loop.replicas.finish(number)
     if optimizers is not None:
         start = perf_counter()
@@ -147,8 +147,8 @@ def step(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
 def watch_weights(run: RankRun, number: int) -> None:
     """Watch a stage's weights from here on, if hooks must not change them in a mini-batch."""
     stage = run.loop.stages[number]
-    if stage.unchanged is not None:
-        stage.unchanged = Unchanged(run.loop.layout.stage_parameters(number))
+    if stage.unchanged_weights is not None:
+        stage.unchanged_weights = UnchangedWeights(run.loop.layout.stage_parameters(number))
 
 
 HANDLERS: Handlers = {
@@ -227,7 +227,7 @@ def _run_forward(
     for value in loop.inputs[number]:
         values[value] = minibatch.inputs[microbatch][value.name]
     is_last = number == loop.last
-    this = Pass(
+    this = ForwardArgs(
         microbatch,
         values,
         minibatch.targets[microbatch] if minibatch.targets and is_last else None,
@@ -245,7 +245,7 @@ def _run_forward(
     if purpose is Purpose.EVALUATE:
         forwarded = stage.run_only(this)
     else:
-        forwarded = stage.forward(this, minibatch.waiting.setdefault(number, Waiting()))
+        forwarded = stage.forward(this, minibatch.waiting.setdefault(number, InFlight()))
         if forwarded.loss is not None:
             minibatch.losses[microbatch] = forwarded.loss
     if is_last and not minibatch.targets:
@@ -258,7 +258,7 @@ def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Con
     if number == loop.last and minibatch.output_gradients:
         gradients.update(minibatch.output_gradients[microbatch])
     waiting = minibatch.waiting[number]
-    loop.used_weights.look(number, waiting.graphs[microbatch])
+    loop.used_weights.check(number, waiting.graphs[microbatch])
     back = loop.stages[number].backward(microbatch, gradients, waiting, in_halves=task.in_halves)
     for value in loop.first_reads[number]:
         minibatch.input_gradients[microbatch, value] = back.pop(value)

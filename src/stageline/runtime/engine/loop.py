@@ -22,11 +22,11 @@ from stageline.runtime.engine.minibatch import (
     Stream,
 )
 from stageline.runtime.engine.replicas import Replicas
-from stageline.runtime.engine.stage import Stage
 from stageline.runtime.engine.tasks import Task, first_reads, inputs_of, tasks_of
-from stageline.runtime.exactness.hidden_weights import UsedWeights
 from stageline.runtime.exactness.tied_weights import TiedWeights
+from stageline.runtime.exactness.unregistered_weights import UsedWeights
 from stageline.runtime.placement.layout import Layout
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.action import Kind
 from stageline.schedules.program.stream import Period
 

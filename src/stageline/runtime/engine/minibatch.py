@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from stageline.model.layers import Value
-from stageline.runtime.engine.stage import Target, Waiting
-from stageline.runtime.exactness.caller_context import Ambient
+from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.in_place import NO_MARKS, Marks
+from stageline.runtime.stage.stage_values import InFlight, Target
 from stageline.schedules.action import Action, Kind
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MiniBatch:
     seed: int
     number: int  # how many steps came before
     first: int  # the number of its first micro-batch among those of all replicas
-    ambient: Ambient
+    ambient: ForwardContext
     targets: list[Target] = field(default_factory=list)
     position: int = 0  # in its stream
     losses: dict[int, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class MiniBatch:
     output_gradients: list[Contents] = field(default_factory=list)  # to begin the backward with
     # by micro-batch and value, the gradients of its tensors
     input_gradients: dict[tuple[int, Value], list[Tensor | None]] = field(default_factory=dict)
-    waiting: dict[int, Waiting] = field(default_factory=dict)  # by stage
+    waiting: dict[int, InFlight] = field(default_factory=dict)  # by stage
     updates: dict[int, Update] = field(default_factory=dict)  # by stage
     total_norms: dict[int, Tensor] = field(default_factory=dict)  # by rank, if it was clipped
 

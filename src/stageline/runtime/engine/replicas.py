@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
-from stageline.runtime.exactness.batch_norm import Seen
+from stageline.runtime.exactness.batch_norm import NormMoments
 from stageline.runtime.placement.layout import Layout
 
 BUCKET = 25 * 2**20  # bytes that are summed at once
@@ -94,7 +94,7 @@ class Replicas:
                         gradient.add_(parameter.grad)
                     parameter.grad = gradient
 
-    def gather_statistics(self, own: Seen) -> Seen:
+    def gather_statistics(self, own: NormMoments) -> NormMoments:
         """Return what the BatchNorm layers of this process saw in all replicas, in their order."""
         if self._are_several:
             found = self.collectives.gather(own, "statistics", Group.REPLICAS)

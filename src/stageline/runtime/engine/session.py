@@ -26,8 +26,8 @@ from stageline.runtime.engine.everywhere import everywhere
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose, Stream
 from stageline.runtime.engine.recorder import Recorder, Recording
-from stageline.runtime.exactness.layer_state import are_same, host_generators
-from stageline.runtime.exactness.weight_aliases import Unchanged
+from stageline.runtime.exactness.state_values import are_equal_generators, global_generators
+from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.materialise import UninitializedTensor, check_initialized
 
@@ -75,7 +75,7 @@ class Session:
         """Run one mini-batch: a stream that is over when it is done."""
         loop = self.assembly.step_loop
         stream = Stream(purpose, loop.period.lag, optimizers, records=self.recorder is not None)
-        for _ in self._stream(loop, stream, iter([minibatch]), ahead=0):
+        for _ in self._stream(loop, stream, iter([minibatch]), ahead=1):
             pass
 
     def stream(self, minibatches: Iterator[MiniBatch]) -> MiniBatches:
@@ -120,24 +120,24 @@ class Session:
         self.check_idle()
         self.is_streaming = stream.is_open
         stages = self.assembly.stages
-        trusts = [stage.silent.trusts for stage in stages]
+        trusts = [stage.deterministic_layers.trusts for stage in stages]
         try:
             self._begin(loop, stream)
             with self._shared_buffers_unchanged(), self._generators_watched(stream):
                 yield
         except BaseException:
             for stage in stages:  # it may have failed for what a layer began to do
-                stage.inner.first_step = None
+                stage.inner_gradients.first_step = None
             raise
         finally:
             self.is_streaming = False
             if stream.optimizers is not None:
                 stream.optimizers.end()
             for stage, trusted in zip(stages, trusts, strict=True):
-                stage.versions = stage.unchanged = None
-                stage.statistics.seen.clear()
+                stage.versions = stage.unchanged_weights = None
+                stage.statistics.clear()
                 if stream.is_open:
-                    stage.silent.trusts = trusted
+                    stage.deterministic_layers.trusts = trusted
             if stream.is_open:
                 self._clear_gradients()
             self._record(loop, stream)
@@ -159,13 +159,15 @@ class Session:
                     if self.assembly.is_asynchronous:
                         stage.keep_versions(loop.depth_of(stage))
                     # with threads, the caller may draw from torch's generator at any time
-                    stage.silent.trusts &= not isinstance(self.backend, ThreadsBackend)
+                    stage.deterministic_layers.trusts &= not isinstance(
+                        self.backend, ThreadsBackend
+                    )
 
     def _watch_weights(self) -> None:
         """FailureWatch for hooks that change weights while micro-batches are on their way."""
         layout = self.assembly.layout
         for number, stage in enumerate(self.assembly.stages):
-            stage.unchanged = Unchanged(layout.stage_parameters(number))
+            stage.unchanged_weights = UnchangedWeights(layout.stage_parameters(number))
 
     def _clear_gradients(self) -> None:
         for parameter in self.assembly.layout.parameters():
@@ -221,31 +223,31 @@ class Session:
     def _shared_buffers_unchanged(self) -> Iterator[None]:
         """Raise if a layer changes a buffer that other stages have too; the first run shows it."""
         shared = self.assembly.shared_buffers
-        if not shared.places:
+        if not shared.shared:
             yield
             return
-        shared.note()
+        shared.record()
         yield
-        everywhere(self.assembly.collectives, shared.compare)
+        everywhere(self.assembly.collectives, shared.check)
 
     @contextmanager
     def _generators_watched(self, stream: Stream) -> Iterator[None]:
         """Look whether layers draw from generators that are shared, if nobody else does."""
-        before, of_host = torch.get_rng_state(), host_generators()
+        before, of_host = torch.get_rng_state(), global_generators()
         yield
         if stream.is_open:
             return
         if not torch.equal(torch.get_rng_state(), before):
             self._stop_trusting()
-        if self.assembly.layout.schedule.num_stages > 1 and not are_same(
-            host_generators(), of_host
+        if self.assembly.layout.schedule.num_stages > 1 and not are_equal_generators(
+            global_generators(), of_host
         ):
             self._warn_of_host_generators()
 
     def _stop_trusting(self) -> None:
         """FailureWatch all layers: one that drew nothing before has begun to draw."""
         for stage in self.assembly.stages:
-            stage.silent.trusts = False
+            stage.deterministic_layers.trusts = False
         warnings.warn(
             "random numbers were drawn from torch's own generator during a step, by a layer that "
             "drew none before, or by another thread of yours: in this step they depend on timing; "
@@ -256,7 +258,7 @@ class Session:
     def _warn_of_host_generators(self) -> None:
         """Warn that Python and numpy have one generator each, for all stages."""
         for stage in self.assembly.stages:
-            stage.state.draws = None
+            stage.layer_state.uses_global_generators = None
         if not self.has_warned:
             self.has_warned = True
             warnings.warn(

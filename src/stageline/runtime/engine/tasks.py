@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stageline.model.layers import INPUT, Value
-from stageline.runtime.engine.stage import Stage
+from stageline.runtime.stage.stage import Stage
 from stageline.schedules.action import COMPUTE, Action, Kind
 from stageline.schedules.edges import Routes
 from stageline.schedules.program.stream import Period, PeriodEntry

@@ -1,8 +1,8 @@
-"""BatchNorm over micro-batches: each is normalised by itself, running statistics are kept in order.
+"""BatchNorm over micro-batches: normalise each by itself, update running statistics in order.
 
-With "minibatch" the running statistics take in a mini-batch once, as if it had not been cut: what
-its micro-batches bring is put together in ascending order. With "microbatch" they take in each
-micro-batch, as in a plain loop. A recomputed forward counts in neither.
+With "minibatch" the running statistics are updated once per mini-batch, as if it had not been cut:
+the moments of its micro-batches are merged in ascending order. With "microbatch" they are updated
+by each micro-batch, as in a plain loop. A recomputed forward counts in neither.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+
+from stageline.runtime.function_interceptor import FunctionInterceptor
+from stageline.torch_private import BatchNormBase
 
 MODES = ("minibatch", "microbatch")
 
 
 class Moments(NamedTuple):
-    """Samples, their mean and the sum of squared differences from it, by channel, as doubles."""
+    """Number of samples, mean, and sum of squared deviations from it, by channel, in float64."""
 
     samples: int
     mean: Tensor
@@ -36,78 +37,88 @@ class Moments(NamedTuple):
         samples = x.numel() // x.shape[1]
         return Moments(samples, mean.double(), variance.double() * samples)
 
-    def join(self, other: Moments) -> Moments:
+    def merge(self, other: Moments) -> Moments:
         samples = self.samples + other.samples
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.samples / samples)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.samples / samples)
         weight = self.samples * other.samples / samples
-        return Moments(samples, mean, self.squares + other.squares + apart.square() * weight)
+        squares = self.squares + other.squares + difference.square() * weight
+        return Moments(samples, mean, squares)
 
 
-# By number of the module, in the order of micro-batches, whose numbers they are.
-Seen = dict[int, list[tuple[int, Moments]]]
+# By number of the BatchNorm module: each micro-batch's number and moments, in ascending order.
+NormMoments = dict[int, list[tuple[int, Moments]]]
 
 
 @dataclass
-class Statistics:
-    """The running statistics of one stage. State: what the micro-batches of a step brought."""
+class RunningStatistics:
+    """The running statistics of one stage. State: the moments of the micro-batches of a step."""
 
-    modules: list[_BatchNorm]
+    modules: list[BatchNormBase]
     mode: str
-    # by id of the buffer, and by step and micro-batch
-    seen: dict[int, list[tuple[tuple[int, int], Moments]]] = field(default_factory=dict)
+    # by id of the buffer: step and micro-batch, and its moments
+    moments: dict[int, list[tuple[tuple[int, int], Moments]]] = field(default_factory=dict)
 
     @staticmethod
-    def of(modules: Iterable[nn.Module], mode: str) -> Statistics:
+    def of(modules: Iterable[nn.Module], mode: str) -> RunningStatistics:
         norms = (part for module in modules for part in module.modules())
-        return Statistics([n for n in norms if isinstance(n, _BatchNorm)], mode)
+        return RunningStatistics([n for n in norms if isinstance(n, BatchNormBase)], mode)
 
     @contextmanager
-    def watch(self, step: int, microbatch: int, *, again: bool) -> Iterator[None]:
-        """Around a forward; `again` if it is a recomputation."""
+    def observe(self, step: int, microbatch: int, *, again: bool) -> Iterator[None]:
+        """Collect the moments of a forward; `again` if it is a recomputation."""
         tracked = [norm for norm in self.modules if norm.training and norm.track_running_stats]
         if not tracked or (self.mode == "microbatch" and not again):
             yield
             return
         counts = [_count(norm).clone() for norm in tracked]
         try:
-            with _Untracked(self._note((step, microbatch)) if not again else None):
+            with _WithoutRunningStatistics(
+                self._recorder((step, microbatch)) if not again else None
+            ):
                 yield
         finally:
             for norm, count in zip(tracked, counts, strict=True):
                 _count(norm).copy_(count)
 
-    def _note(self, when: tuple[int, int]) -> Callable[[Tensor, Tensor], None]:
-        def note(running_mean: Tensor, x: Tensor) -> None:
-            self.seen.setdefault(id(running_mean), []).append((when, Moments.of(x)))
+    def _recorder(self, when: tuple[int, int]) -> Callable[[Tensor, Tensor], None]:
+        def record(running_mean: Tensor, x: Tensor) -> None:
+            self.moments.setdefault(id(running_mean), []).append((when, Moments.of(x)))
 
-        return note
+        return record
+
+    def clear(self) -> None:
+        """Discard all moments."""
+        self.moments.clear()
 
     def forget(self, step: int, microbatch: int | None = None) -> None:
-        """Forwards that will be run again, of a step or of one micro-batch."""
-        for found in self.seen.values():
+        """Discard the moments of a step, or of one micro-batch, that will be run again."""
+        for found in self.moments.values():
             found[:] = [
                 pair for pair in found if pair[0][0] != step or microbatch not in (None, pair[0][1])
             ]
 
-    def update(self, step: int, of_replicas: Callable[[Seen], Seen]) -> None:
-        """At the end of a step: what all replicas saw goes into the running statistics."""
-        seen: Seen = {}
+    def update(self, step: int, all_replicas: Callable[[NormMoments], NormMoments]) -> None:
+        """Update the running statistics at the end of a step.
+
+        `all_replicas` returns the moments of all replicas for those of this one.
+        """
+        own: NormMoments = {}
         for number, norm in enumerate(self.modules):
-            found = self.seen.get(id(norm.running_mean), [])
-            if own := sorted((pair for pair in found if pair[0][0] == step), key=_when):
-                seen[number] = [(microbatch, moments) for (_, microbatch), moments in own]
+            found = self.moments.get(id(norm.running_mean), [])
+            if new := sorted((pair for pair in found if pair[0][0] == step), key=_when):
+                own[number] = [(microbatch, moments) for (_, microbatch), moments in new]
                 found[:] = [pair for pair in found if pair[0][0] != step]
         if self.modules:
-            for number, moments in of_replicas(seen).items():
-                _update(self.modules[number], reduce(Moments.join, (each for _, each in moments)))
+            for number, moments in all_replicas(own).items():
+                _update(self.modules[number], reduce(Moments.merge, (each for _, each in moments)))
 
 
-def _when(noted: tuple[tuple[int, int], Moments]) -> tuple[int, int]:
-    return noted[0]
+def _when(recorded: tuple[tuple[int, int], Moments]) -> tuple[int, int]:
+    return recorded[0]
 
 
-def _update(norm: _BatchNorm, moments: Moments) -> None:
+def _update(norm: BatchNormBase, moments: Moments) -> None:
     count = _count(norm).add_(1)
     factor = norm.momentum if norm.momentum is not None else 1.0 / float(count)
     unbiased = moments.squares / max(1, moments.samples - 1)
@@ -116,31 +127,24 @@ def _update(norm: _BatchNorm, moments: Moments) -> None:
         running.copy_((1 - factor) * running.double() + factor * new)
 
 
-def _count(norm: _BatchNorm) -> Tensor:
+def _count(norm: BatchNormBase) -> Tensor:
     assert norm.num_batches_tracked is not None  # it is tracked
     return norm.num_batches_tracked
 
 
-class _Untracked(TorchFunctionMode):
-    """Batch norm without its running statistics; `note` is told whose, and the input."""
+class _WithoutRunningStatistics(FunctionInterceptor):
+    """Runs batch norm without its running statistics, and records their buffer and the input."""
 
-    def __init__(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
+    def __init__(self, record: Callable[[Tensor, Tensor], None] | None) -> None:
         super().__init__()
-        self.note = note
+        self.record = record
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not F.batch_norm or not _is_training(args, kwargs):
             return func(*args, **kwargs)
         x, running_mean, _, *rest = args
-        if self.note and running_mean is not None:
-            self.note(running_mean, x)
+        if self.record and running_mean is not None:
+            self.record(running_mean, x)
         return func(x, None, None, *rest, **kwargs)
 
 

@@ -1,13 +1,14 @@
-"""Layers that change what they are given, as `x += 1` does, where this memory is not theirs alone.
+"""Layers that change their inputs in place, as `x += 1` does, where others use the same memory.
 
-In a plain loop whoever reads a value afterwards sees the change, and so does who reads a tensor in
-the same memory. Within a stage that is so here too. What enters a stage may be memory that others
-use: the loader's batch, a value that several stages read, what a recomputation begins with. A stage
-that changes what enters is given a copy. Which stages do is seen when they first run, by the
-version that torch counts up with every change: a copy for all would cost each an activation more.
+In a plain loop every later reader of a value sees the change, and so does a reader of another
+tensor in the same memory. Within a stage this holds here too. But what enters a stage may be memory
+that others use: the loader's batch, a value that several stages read, the inputs of a
+recomputation. A stage that changes its inputs is given copies. Which stages do is observed when
+they first run, by the version that torch increments with every change: copies for all stages would
+cost each of them the memory of one more activation.
 
-A change that a later stage would have to see is refused: the value went there straight from the
-stage that wrote it.
+A change that a later stage would have to see is an error, because that stage receives the value
+directly from the stage that wrote it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from stageline.errors import ModelError
 from stageline.model.layers import Value
 from stageline.runtime.exactness.randomness import is_of_torch
 from stageline.runtime.exactness.strided_copy import exact_copy, share_memory
+from stageline.torch_private import has_forward_hooks, version_of
 
 
 class Mark(IntFlag):
-    """What a stage must know of a tensor's memory before it changes it."""
+    """Who else uses the memory of a tensor that enters a stage."""
 
     NONE = 0
-    BORROWED = 1  # others use the memory: change a copy
-    ALIASED = 2  # another tensor between stages is in the same memory: do not change it at all
+    BORROWED = 1  # others use it: change a copy only
+    ALIASED = 2  # another tensor between stages is in it: do not change it at all
 
 
 Marks = Mapping[tuple[Value, int], Mark]  # by value and position of the tensor in it
@@ -38,13 +40,13 @@ NO_MARKS: Marks = {}
 
 
 @dataclass(frozen=True)
-class Entering:
+class StageInput:
     """A tensor that enters a stage."""
 
     value: Value
     original: Tensor
     mark: Mark
-    given: Tensor  # what the stage works on: the original, or a copy of it
+    given: Tensor  # the original or a copy of it, which the layers work on
     version: int  # of `given`, before the stage runs
 
     @property
@@ -56,55 +58,61 @@ class Entering:
         return bool(self.mark) and self.given is self.original
 
 
-class InPlace:
-    """State: which values the stage was seen to leave alone, in training, evaluation, …"""
+class InPlaceChanges:
+    """Decide which inputs of a stage are copied, and raise where a change would be lost.
+
+    State: which values the stage left unchanged, by training mode and grad mode.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], shared: Iterable[Value], read_later: Iterable[Value]
     ) -> None:
         self.modules = modules
-        self.is_gentle = all(map(leaves_alone, modules))
+        self.is_never = all(map(never_changes_inputs, modules))
         self.shared = frozenset(shared)  # values whose memory others use
         self.read_later = frozenset(read_later)  # values that later stages read as well
-        self.seen: dict[object, bool] = {}  # whether a value was left alone
+        self.unchanged: dict[object, bool] = {}  # whether a value was left unchanged
 
-    def entering(self, value: Value, tensor: Tensor, mark: Mark, *, is_kept: bool) -> Entering:
-        """Give the stage a tensor, or a copy; `is_kept`: a recomputation will begin with it."""
+    def take_in(self, value: Value, tensor: Tensor, mark: Mark, *, is_kept: bool) -> StageInput:
+        """Return the tensor as the stage's input, or a copy.
+
+        `is_kept`: a recomputation will start from it.
+        """
         if is_kept or value in self.shared:
             mark |= Mark.BORROWED
-        is_trusted = self.is_gentle or self.seen.get(self._key(value), False)
+        is_safe = self.is_never or self.unchanged.get(self._key(value), False)
         given = tensor
-        if not is_trusted:
+        if not is_safe:
             given = exact_copy(tensor).requires_grad_(tensor.requires_grad)
-        return Entering(value, tensor, mark, given, version_of(given))
+        return StageInput(value, tensor, mark, given, version_of(given))
 
-    def look(self, layer: str, items: Sequence[Entering]) -> None:
-        """Raise an error if a layer changed what it must not; called after each layer."""
-        for item in items:
+    def check_layer(self, layer: str, inputs: Sequence[StageInput]) -> None:
+        """Raise ModelError if the layer that just ran changed an input that others use."""
+        for item in inputs:
             if item.is_changed:
-                self._refuse_if_visible(layer, item, items)
+                self._check_visibility(layer, item, inputs)
                 if item.is_borrowed:
-                    self.seen[self._key(item.value)] = False
+                    self.unchanged[self._key(item.value)] = False
                     raise ModelError(
-                        f"layer {layer!r} changed what it was given in place, but not when it "
-                        "first ran, and others may read it too: run the step again, or let the "
-                        "layer change a clone"
+                        f"layer {layer!r} changed its input in place, but did not when it first "
+                        "ran, and others may read the same memory: run the step again, or change "
+                        "a clone"
                     )
 
-    def note(self, items: Sequence[Entering]) -> None:
-        """Remember which values the layers of this stage left alone; called after all of them."""
-        for item in items:
+    def record(self, inputs: Sequence[StageInput]) -> None:
+        """Record which values all layers of the stage left unchanged."""
+        for item in inputs:
             key = self._key(item.value)
-            self.seen[key] = self.seen.get(key, True) and not item.is_changed
+            self.unchanged[key] = self.unchanged.get(key, True) and not item.is_changed
 
-    def leaving(
-        self, sent: Sequence[tuple[Value, int, Tensor]], items: Sequence[Entering]
+    def mark_outputs(
+        self, sent: Sequence[tuple[Value, int, Tensor]], inputs: Sequence[StageInput]
     ) -> dict[tuple[Value, int], Mark]:
-        """Return marks of tensors that are in the memory of others, if there are any."""
+        """Return the marks of outputs whose memory is also that of others."""
         marks: dict[tuple[Value, int], Mark] = {}
         for number, (value, position, tensor) in enumerate(sent):
             mark = Mark.NONE
-            for item in items:
+            for item in inputs:
                 if share_memory(tensor, item.given):
                     mark |= Mark.BORROWED if item.is_borrowed else Mark.NONE
                     if item.value in self.read_later or item.mark & Mark.ALIASED:
@@ -116,19 +124,22 @@ class InPlace:
                 marks[value, position] = mark
         return marks
 
-    def _refuse_if_visible(self, layer: str, changed: Entering, items: Sequence[Entering]) -> None:
+    def _check_visibility(
+        self, layer: str, changed: StageInput, inputs: Sequence[StageInput]
+    ) -> None:
+        """Raise ModelError if a later stage would have to see the change."""
         name = changed.value.name
         if changed.value in self.read_later:
             raise ModelError(
                 f"layer {layer!r} changes {name!r} in place, but a later stage reads it as it was "
                 "written, without the change: change a clone of it, or write it under a new name"
             )
-        others = (item.original for item in items if item is not changed)
+        others = (item.original for item in inputs if item is not changed)
         is_aliased = changed.mark & Mark.ALIASED
         if is_aliased or any(share_memory(changed.original, other) for other in others):
             raise ModelError(
                 f"layer {layer!r} changes {name!r} in place, which shares its memory with another "
-                "tensor that crosses between stages, and that one would not follow: clone one of "
+                "tensor that crosses between stages and would not see the change: clone one of "
                 "them where they are made"
             )
 
@@ -137,19 +148,12 @@ class InPlace:
         return value, training, torch.is_grad_enabled()
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor's memory was changed; inference tensors do not count that."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  there is no public name
-
-
-def leaves_alone(module: nn.Module) -> bool:
+def never_changes_inputs(module: nn.Module) -> bool:
     """Return whether a module is known to change none of its inputs in place.
 
-    Only modules of torch.nn are, if they are not told to work in place and have no hooks.
+    This holds for modules of torch.nn without `inplace=True` and without hooks.
     """
     return all(
-        is_of_torch(part)
-        and not getattr(part, "inplace", False)
-        and not (part._forward_hooks or part._forward_pre_hooks)  # noqa: SLF001  no public name
+        is_of_torch(part) and not getattr(part, "inplace", False) and not has_forward_hooks(part)
         for part in module.modules()
     )

@@ -1,9 +1,9 @@
-"""Randomness by name: what a layer draws depends on seed, step, micro-batch and its name alone.
+"""Reproducible randomness: a layer draws by seed, step, micro-batch and its own name alone.
 
 So a dropout mask is the same wherever the layer runs, in whichever order, and when its forward is
-recomputed. Threads share torch's one default generator, so layers must not draw from it: random
-operators are caught below autograd, by the tag that torch gives them, and handed a generator of
-the layer's own.
+recomputed. Threads share torch's default generator, so layers must not draw from it: random
+operators are intercepted below autograd, by the tag that torch gives them, and are passed a
+generator of the layer's own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import dropout
-from torch.utils._python_dispatch import TorchDispatchMode
 
-DEFAULT_GENERATOR = Lock()  # guards torch's own, for operators that take no other
+from stageline.torch_private import DropoutBase, TorchDispatchMode, takes_generator
+
+DEFAULT_GENERATOR = Lock()  # guards torch's default generator, for operators that take no other
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: str) -> int:
-    """The seed of a layer's generator. `torch.manual_seed` with it gives the same numbers.
+    """Return the seed of a layer's generator; `torch.manual_seed` with it gives the same numbers.
 
     >>> layer_seed(0, 0, 0, "blocks.1") != layer_seed(0, 0, 1, "blocks.1")
     True
@@ -32,8 +32,8 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: str) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest()) >> 1
 
 
-class Key(NamedTuple):
-    """What a layer's randomness depends on; hashed only if the layer draws."""
+class RandomKey(NamedTuple):
+    """The key of a layer's random numbers; hashed only if the layer draws any."""
 
     seed: int
     step: int
@@ -41,60 +41,60 @@ class Key(NamedTuple):
     layer: str
 
 
-def drawing(key: Key) -> Drawing:
-    """Within it, all that is random draws from a generator of this key's own."""
-    return Drawing(key)
-
-
 def may_draw(module: nn.Module) -> bool:
-    """False only for modules of torch.nn that are known to be deterministic."""
+    """Return False only for modules of torch.nn that are known to be deterministic."""
     return any(not is_of_torch(part) or _is_random(part) for part in module.modules())
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether it is a module that torch ships, and so does what its documentation says."""
+    """Return whether torch ships this module, so that it does what its documentation says."""
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _is_random(module: nn.Module) -> bool:
-    kinds = (dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # noqa: SLF001  the base of all dropouts
+    kinds = (DropoutBase, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
     return isinstance(module, kinds) or isinstance(getattr(module, "dropout", None), float)
 
 
-class Silent:
-    """Layers that were watched and drew nothing. State: what was seen of them.
+class DeterministicLayers:
+    """Layers that drew no random numbers when they were observed. State: the observations.
 
-    Watching costs about 8 µs an operator, in Python, where ranks wait for each other. So a layer is
-    watched when it first runs, and again when it is switched to training, or a dropout in it is
-    given another chance. That some layer draws nevertheless shows in torch's own generator.
+    Observing costs about 8 µs an operator, in Python, where ranks wait for each other. So a layer
+    is observed when it first runs, and again when it is switched to training or the probability of
+    a dropout in it changes. If a layer draws nevertheless, torch's default generator shows it.
+
+    `trusts`: whether a layer that drew nothing is left unobserved from then on.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, trusts: bool) -> None:
-        self.parts = {m: [p for p in m.modules() if _is_random(p)] for m in modules}
-        self.never = {module for module in self.parts if not may_draw(module)}
-        self.seen: dict[tuple[nn.Module, object], bool] = {}  # whether it drew nothing
+        self.random_parts = {m: [p for p in m.modules() if _is_random(p)] for m in modules}
+        self.never_draw = {module for module in self.random_parts if not may_draw(module)}
+        self.observed: dict[tuple[nn.Module, object], bool] = {}  # whether it was deterministic
         self.trusts = trusts
 
-    def is_silent(self, module: nn.Module) -> bool:
-        if module in self.never:
+    def is_deterministic(self, module: nn.Module) -> bool:
+        if module in self.never_draw:
             return True
-        return self.trusts and self.seen.get(self._key(module), False)
+        return self.trusts and self.observed.get(self._key(module), False)
 
-    def note(self, module: nn.Module, *, drew: bool) -> None:
-        self.seen[self._key(module)] = not drew
+    def record(self, module: nn.Module, *, drew: bool) -> None:
+        self.observed[self._key(module)] = not drew
 
     def _key(self, module: nn.Module) -> tuple[nn.Module, object]:
-        chances = [
+        probabilities = [
             (part.training, getattr(part, "p", None), getattr(part, "dropout", None))
-            for part in self.parts[module]
+            for part in self.random_parts[module]
         ]
-        return module, (module.training, torch.is_grad_enabled(), tuple(chances))
+        return module, (module.training, torch.is_grad_enabled(), tuple(probabilities))
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """State: a generator for each device that was drawn on, and whether any was."""
+class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Within it, all random operators draw from a generator that is seeded by a layer's key.
 
-    def __init__(self, key: Key) -> None:
+    State: a generator for each device that was drawn on, and whether any was.
+    """
+
+    def __init__(self, key: RandomKey) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.key, self.drew = key, False
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -107,13 +107,13 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func) or kwargs.get("generator"):
+        if not _is_random_operator(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
         self.drew = True
         generator = self._generator(_device(args, kwargs))
-        if any(argument.name == "generator" for argument in func._schema.arguments):  # noqa: SLF001
+        if takes_generator(func):
             return func(*args, **kwargs | {"generator": generator})
-        return _with_default(generator, lambda: func(*args, **kwargs))
+        return _call_with_default(generator, lambda: func(*args, **kwargs))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
@@ -122,7 +122,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
 
 @cache
-def _draws(func: Any) -> bool:
+def _is_random_operator(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -132,8 +132,8 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return found.device if found is not None else torch.device(kwargs.get("device") or "cpu")
 
 
-def _with_default(generator: torch.Generator, draw: Callable[[], Any]) -> Any:
-    """Lend the generator's state to torch's own, for an operator that takes no other."""
+def _call_with_default(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Give torch's default generator this one's state during a call that takes no generator."""
     default = torch.default_generator
     if generator.device.type == "cuda":
         default = torch.cuda.default_generators[generator.device.index or 0]
@@ -141,7 +141,7 @@ def _with_default(generator: torch.Generator, draw: Callable[[], Any]) -> Any:
         before = default.get_state()
         default.set_state(generator.get_state())
         try:
-            return draw()
+            return call()
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)

@@ -1,7 +1,7 @@
-"""Copies with the strides and the alignment of the original.
+"""Copy tensors with their strides and alignment, and find tensors that share memory.
 
-The last bits of a sum or product depend on both: MKL picks other kernels for other strides, and for
-memory that does not begin at a multiple of 64 bytes.
+The last bits of a sum or product depend on strides and alignment: MKL picks other kernels for other
+strides, and for memory that does not begin at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ ALIGNED = 64  # bytes; torch's own memory begins at multiples of it
 
 def exact_copy(tensor: Tensor) -> Tensor:
     """Return a copy that has the strides and the alignment of the original, and no graph."""
-    if not _is_memory(tensor):
+    if not _has_memory(tensor):
         return tensor.detach().clone()
     return copy_as(tensor.detach(), tensor.stride(), misalignment(tensor))
 
 
 def copy_as(source: Tensor, strides: Sequence[int], lead: int) -> Tensor:
-    """Return a copy with these strides, `lead` elements behind an aligned address.
+    """Return a copy with these strides, which begins `lead` elements after an aligned address.
 
-    A dimension of stride 0, as `expand` makes it, has stride 0 in the copy. Memory that overlaps
-    in other ways is copied densely.
+    A dimension of stride 0, as `expand` makes it, has stride 0 in the copy. Other overlapping
+    memory is copied densely.
     """
     base = source
     for dim, (size, stride) in enumerate(zip(source.shape, strides, strict=True)):
@@ -40,13 +40,13 @@ def copy_as(source: Tensor, strides: Sequence[int], lead: int) -> Tensor:
 
 
 def misalignment(tensor: Tensor) -> int:
-    """Return by how many elements the tensor begins behind an aligned address."""
+    """Return how many elements after an aligned address the tensor begins."""
     return tensor.data_ptr() % ALIGNED // tensor.element_size()
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether any element of two tensors is the same memory."""
-    if not (_is_memory(one) and _is_memory(other)):
+    """Return whether two tensors have an element in the same memory."""
+    if not (_has_memory(one) and _has_memory(other)):
         return False
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
@@ -55,7 +55,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
         return False
     if begin == other_begin or (one.is_contiguous() and other.is_contiguous()):
         return True
-    # Two slices may lie between each other, as the halves of rows do: mark one, look at the other.
+    # Slices may interleave, as the halves of rows do: mark the bytes of one, look at the other's.
     first = min(begin, other_begin)
     marks = torch.zeros(max(end, other_end) - first, dtype=torch.bool)
     width, other_width = one.element_size(), other.element_size()
@@ -67,14 +67,14 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _is_memory(tensor: Tensor) -> bool:
-    """Sparse tensors, fake ones and those that several processes hold in parts are not."""
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has plain memory: not a sparse, a fake or a distributed one."""
     is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     return is_plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte and the one behind the last, counted from the storage's first."""
+    """Return the first byte and the one after the last, counted from the storage's first."""
     width = tensor.element_size()
     begin = int(tensor.storage_offset()) * width
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -86,8 +86,8 @@ def _in_bytes(tensor: Tensor) -> list[int]:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether two places of such a tensor may be the same memory."""
-    reach = 1  # elements that the dimensions looked at so far extend over
+    """Return whether two elements of such a tensor may be the same memory."""
+    reach = 1  # elements spanned by the dimensions seen so far
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride < reach:

@@ -1,13 +1,13 @@
-"""Weights that several layers use: each layer gets a double of its own, on one device with the
-same memory.
+"""Weights that several layers share: each layer computes with an alias of its own.
 
-Gradients gather in the doubles, micro-batch by micro-batch, whichever rank a layer is on and
-whenever it runs. Once a step they are added up in the order of the layers. So the sum has the same
-bits however the model is cut, and the optimizer sees one parameter.
+On one device the aliases of a weight are in the same memory. Gradients accumulate in the aliases,
+micro-batch by micro-batch, whichever rank a layer is on and whenever it runs. Once a step they are
+added in the order of the layers. So the sum has the same bits however the model is cut, and the
+optimizer sees one parameter.
 
-A weight with hooks is another matter: in a plain loop they see the gradient of each micro-batch,
-the sum of all uses. So the gradients of such a weight's doubles are put aside by micro-batch. At
-the end of the step autograd takes their sums to the weight, one by one, which calls the hooks.
+A weight with hooks is different: in a plain loop its hooks see the gradient of each micro-batch,
+summed over all uses. So the gradients of such a weight's aliases are kept by micro-batch. At the
+end of the step autograd takes their sums to the weight, one by one, which calls the hooks.
 """
 
 from __future__ import annotations
@@ -22,112 +22,127 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
-from stageline.runtime.engine import autograd as engine
-from stageline.runtime.exactness.weight_aliases import data_of, double_of, is_hooked
+from stageline.runtime.exactness.weight_aliases import make_alias, plain_data
+from stageline.runtime.stage import autograd
+from stageline.torch_private import has_gradient_hooks
 
-NOWHERE: Mapping[int, torch.device | None] = MappingProxyType({})
+NO_DEVICES: Mapping[int, torch.device | None] = MappingProxyType({})
+LayerAliases = tuple[tuple[int, nn.Parameter], ...]  # a layer's number, and its alias of a weight
 
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """By layer the doubles under their names in its module; by weight the layers and doubles.
+    """The aliases, by layer under their names in its module, and by weight.
 
-    State: the weights that have hooks in this step, and the gradients of their doubles by
+    State: the weights that have hooks in this step, and the gradients of their aliases by
     micro-batch.
     """
 
     by_layer: Mapping[int, dict[str, torch.Tensor]]
-    by_weight: tuple[tuple[nn.Parameter, tuple[tuple[int, nn.Parameter], ...]], ...]
+    by_weight: tuple[tuple[nn.Parameter, LayerAliases], ...]
     hooked: set[nn.Parameter] = field(default_factory=set)
-    apart: dict[nn.Parameter, dict[int, Tensor]] = field(default_factory=dict)  # by double
+    gradients_by_microbatch: dict[nn.Parameter, dict[int, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        layers: LayerSequence, devices: Mapping[int, torch.device | None] = NOWHERE
+        layers: LayerSequence, devices: Mapping[int, torch.device | None] = NO_DEVICES
     ) -> TiedWeights:
-        """`devices`: of layers by their number, where they are not all in one place."""
-        uses: dict[nn.Parameter, list[tuple[int, list[str]]]] = {}
-        for number, layer in enumerate(layers.layers):
-            names: dict[nn.Parameter, list[str]] = {}
-            for name, weight in layer.module.named_parameters(remove_duplicate=False):
-                names.setdefault(weight, []).append(name)
-            for weight, found in names.items():
-                uses.setdefault(weight, []).append((number, found))
+        """Make the aliases; `devices` are those of the layers, where they are not all the same."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
         by_weight = []
-        for weight, places in uses.items():
-            if len(places) > 1:
-                doubles = []
-                for number, found in places:
-                    here = data_of(weight).to(devices.get(number) or weight.device)
-                    double = double_of(weight, here, requires_grad=weight.requires_grad)
-                    by_layer.setdefault(number, {}).update(dict.fromkeys(found, double))
-                    doubles.append((number, double))
-                by_weight.append((weight, tuple(doubles)))
+        for weight, uses in _uses(layers).items():
+            if len(uses) > 1:
+                aliases = []
+                for number, names in uses:
+                    data = plain_data(weight).to(devices.get(number) or weight.device)
+                    alias = make_alias(weight, data, requires_grad=weight.requires_grad)
+                    by_layer.setdefault(number, {}).update(dict.fromkeys(names, alias))
+                    aliases.append((number, alias))
+                by_weight.append((weight, tuple(aliases)))
         _check_modules(layers, by_layer)
         return TiedWeights(by_layer, tuple(by_weight))
 
     def without_hooked(self) -> TiedWeights:
         """Return those without hooks, for a loop in which autograd itself calls the hooks."""
-        hooked = {weight for weight, _ in self.by_weight if is_hooked(weight)}
-        doubles = {d for w, uses in self.by_weight if w in hooked for _, d in uses}
+        hooked = {weight for weight, _ in self.by_weight if has_gradient_hooks(weight)}
+        excluded = {alias for w, uses in self.by_weight if w in hooked for _, alias in uses}
         by_layer = {
-            number: {name: d for name, d in found.items() if d not in doubles}
+            number: {name: alias for name, alias in found.items() if alias not in excluded}
             for number, found in self.by_layer.items()
         }
         return TiedWeights(by_layer, tuple(w for w in self.by_weight if w[0] not in hooked))
 
     def refresh(self) -> None:
-        """Before a step: the doubles follow what was done to the weights, and hold nothing."""
-        self.apart.clear()
+        """Bring the aliases up to date with their weights before a step, without gradients."""
+        self.gradients_by_microbatch.clear()
         self.hooked.clear()
-        self.hooked.update(weight for weight, _ in self.by_weight if is_hooked(weight))
-        for weight, doubles in self.by_weight:
-            for _, double in doubles:
-                double.data, double.grad = weight.data.to(double.device), None
-                double.requires_grad_(weight.requires_grad)
+        self.hooked.update(weight for weight, _ in self.by_weight if has_gradient_hooks(weight))
+        for weight, aliases in self.by_weight:
+            for _, alias in aliases:
+                alias.data, alias.grad = weight.data.to(alias.device), None
+                alias.requires_grad_(weight.requires_grad)
 
     def weights(self, layers: LayerSequence) -> Iterator[Tensor]:
-        """Yield the weights that layers compute with, doubles included."""
+        """Yield the weights that layers compute with, aliases included."""
         yield from layers.modules.parameters()
-        for doubles in self.by_layer.values():
-            yield from doubles.values()
+        for aliases in self.by_layer.values():
+            yield from aliases.values()
 
-    def put_aside(self, layers: Container[int], microbatch: int) -> None:
-        """After a backward of a micro-batch in these layers, for weights with hooks."""
-        for weight, doubles in self.by_weight:
-            for number, double in doubles:
-                if weight in self.hooked and number in layers and double.grad is not None:
-                    found = self.apart.setdefault(double, {})
+    def store_hooked_gradients(self, layers: Container[int], microbatch: int) -> None:
+        """Store what a micro-batch's backward brought to aliases of weights with hooks."""
+        for weight, aliases in self.by_weight:
+            for number, alias in aliases:
+                if weight in self.hooked and number in layers and alias.grad is not None:
+                    found = self.gradients_by_microbatch.setdefault(alias, {})
                     before = found.get(microbatch)  # from the first half of the backward
-                    found[microbatch] = double.grad if before is None else before + double.grad
-                    double.grad = None
+                    found[microbatch] = alias.grad if before is None else before + alias.grad
+                    alias.grad = None
 
     def add_gradients(self, weights: Container[nn.Parameter] | None = None) -> None:
-        """At the end of a step: from the doubles to these weights, or to all of them."""
-        for weight, doubles in self.by_weight:
+        """Add the gradients of aliases to these weights, or to all of them, at the end of a step.
+
+        Ranks that share memory may each do this for weights of their own at the same time.
+        """
+        for weight, aliases in self.by_weight:
             if weights is not None and weight not in weights:
                 continue
             if weight in self.hooked:
-                self._add_by_microbatch(weight, [double for _, double in doubles])
-            elif found := [double.grad for _, double in doubles if double.grad is not None]:
-                total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
-                engine.backward([engine.root(weight, total)], [total])
-            for _, double in doubles:
-                double.grad = None
-                self.apart.pop(double, None)
+                self._add_by_microbatch(weight, [alias for _, alias in aliases])
+            elif found := [alias.grad for _, alias in aliases if alias.grad is not None]:
+                _add_sum(weight, found)
+            for _, alias in aliases:
+                alias.grad = None
+                self.gradients_by_microbatch.pop(alias, None)
 
-    def _add_by_microbatch(self, weight: nn.Parameter, doubles: list[nn.Parameter]) -> None:
-        """As a plain loop does: in a micro-batch the last layer's first, then hooks, then on."""
-        uses = [self.apart.get(double, {}) for double in reversed(doubles)]
+    def _add_by_microbatch(self, weight: nn.Parameter, aliases: list[nn.Parameter]) -> None:
+        """Add one micro-batch after another, each from its last layer to its first.
+
+        A plain loop does the same, and calls the hooks after each micro-batch.
+        """
+        uses = [self.gradients_by_microbatch.get(alias, {}) for alias in reversed(aliases)]
         for microbatch in sorted({number for use in uses for number in use}):
-            found = (use[microbatch] for use in uses if microbatch in use)
-            total = reduce(torch.add, (gradient.to(weight.device) for gradient in found))
-            engine.backward([engine.root(weight, total)], [total])
+            _add_sum(weight, [use[microbatch] for use in uses if microbatch in use])
+
+
+def _add_sum(weight: nn.Parameter, gradients: list[Tensor]) -> None:
+    total = reduce(torch.add, (gradient.to(weight.device) for gradient in gradients))
+    autograd.backward([autograd.root(weight, total)], [total])
+
+
+def _uses(layers: LayerSequence) -> dict[nn.Parameter, list[tuple[int, list[str]]]]:
+    """Return each weight's layers, with its names in them."""
+    uses: dict[nn.Parameter, list[tuple[int, list[str]]]] = {}
+    for number, layer in enumerate(layers.layers):
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, weight in layer.module.named_parameters(remove_duplicate=False):
+            names.setdefault(weight, []).append(name)
+        for weight, found in names.items():
+            uses.setdefault(weight, []).append((number, found))
+    return uses
 
 
 def _check_modules(layers: LayerSequence, tied: Mapping[int, object]) -> None:
-    """Two ranks cannot put their doubles into one and the same module at a time."""
+    """Raise ModelError if layers share a module: two ranks cannot replace its weights at once."""
     owners: dict[int, int] = {}
     for number in tied:
         for part in layers.layers[number].module.modules():
@@ -136,5 +151,5 @@ def _check_modules(layers: LayerSequence, tied: Mapping[int, object]) -> None:
                 names = layers.layers[first].name, layers.layers[number].name
                 raise ModelError(
                     f"layers {names[0]!r} and {names[1]!r} contain the same module, a "
-                    f"{type(part).__name__}: give each its own, with the same weights"
+                    f"{type(part).__name__}: give each layer its own module and tie the weights"
                 )

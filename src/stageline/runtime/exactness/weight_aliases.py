@@ -1,7 +1,7 @@
-"""Doubles that stand for a weight in a layer, and the hooks that the weight's owner gave it.
+"""Aliases that take the place of a weight in a layer, and the hooks on the weight itself.
 
-A double has memory and gradients of its own, or those of a version; everything else is the
-weight's: its class, its attributes, and its hooks.
+An alias has its own memory and gradient, or those of a weight version. Everything else is the
+weight's: its class, its attributes and its hooks.
 """
 
 from __future__ import annotations
@@ -13,74 +13,76 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.torch_private import (
+    gradient_hooks,
+    make_subclass,
+    post_accumulate_hooks,
+    version_of,
+    without_subclass_functions,
+)
 
 
-def double_of(weight: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of the weight's class on `data`, which has the weight's attributes."""
+def make_alias(weight: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Return a parameter in the memory of `data` with the weight's class and attributes."""
     kind = type(weight)
     if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  the class may wrap results
-            double = Tensor._make_subclass(kind, data.detach(), requires_grad)  # noqa: SLF001
+        alias: nn.Parameter = make_subclass(kind, data, requires_grad=requires_grad)
     else:
-        double = nn.Parameter(data, requires_grad=requires_grad)
+        alias = nn.Parameter(data, requires_grad=requires_grad)
     if not hasattr(kind, "__tensor_flatten__"):  # or its attributes are its memory
-        double.__dict__ = weight.__dict__
-    return double
+        alias.__dict__ = weight.__dict__
+    return alias
 
 
-def data_of(weight: nn.Parameter) -> Tensor:
-    """The weight's memory, without its class if that is one of parameters."""
+def plain_data(weight: nn.Parameter) -> Tensor:
+    """Return the weight's memory, without its class if that is a subclass of Parameter."""
     if issubclass(type(weight), nn.Parameter):
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        with without_subclass_functions():
             return weight.detach()
     return weight.detach()
 
 
-def is_hooked(weight: Tensor) -> bool:
-    """Whether its owner wants to see the gradients of a weight."""
-    return bool(weight._backward_hooks) or has_post_hooks(weight)  # noqa: SLF001
-
-
-def has_post_hooks(weight: Tensor) -> bool:
-    return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
-
-
-def hooked(weight: Tensor, gradient: Tensor) -> Tensor:
-    """What the hooks of a weight make of a gradient."""
-    for hook in list((weight._backward_hooks or {}).values()):  # noqa: SLF001
+def apply_gradient_hooks(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient after the weight's hooks have seen it."""
+    for hook in gradient_hooks(weight):
         result: Tensor | None = hook(gradient)
         gradient = gradient if result is None else result
     return gradient
 
 
-def run_post_hooks(weight: nn.Parameter, double: nn.Parameter) -> None:
-    """Run what is called after a gradient was added, which is the double's for now."""
-    if not has_post_hooks(weight):
+def run_post_hooks(weight: nn.Parameter, alias: nn.Parameter) -> None:
+    """Run the weight's post-accumulate hooks, with the alias's gradient in the weight's place."""
+    hooks = post_accumulate_hooks(weight)
+    if not hooks:
         return
-    version = weight._version  # noqa: SLF001
-    weight.grad, double.grad = double.grad, None
-    for hook in list(weight._post_accumulate_grad_hooks.values()):  # noqa: SLF001
+    version = version_of(weight)
+    weight.grad, alias.grad = alias.grad, None
+    for hook in hooks:
         hook(weight)
-    double.grad, weight.grad = weight.grad, None
-    if weight._version != version:  # noqa: SLF001
-        raise changed_by_hook()
+    alias.grad, weight.grad = weight.grad, None
+    if version_of(weight) != version:
+        raise _changed_by_hook()
 
 
-class Unchanged:
-    """Weights that hooks could change: in a plain loop the next micro-batch would see that."""
+class UnchangedWeights:
+    """Weights with post-accumulate hooks, which must not change in the middle of a step.
+
+    In a plain loop the next micro-batch would see the change.
+    """
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
-        self.versions = {w: w._version for w in weights if has_post_hooks(w)}  # noqa: SLF001
+        self.versions = {w: version_of(w) for w in weights if post_accumulate_hooks(w)}
 
     def check(self) -> None:
-        if any(weight._version != version for weight, version in self.versions.items()):  # noqa: SLF001
-            raise changed_by_hook()
+        """Raise ModelError if a hook changed one of them."""
+        if any(version_of(weight) != version for weight, version in self.versions.items()):
+            raise _changed_by_hook()
 
 
 @contextmanager
-def kept(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Put back what hooks do to weights."""
-    before = [(weight, weight.detach().clone()) for weight in weights if has_post_hooks(weight)]
+def restored_after_hooks(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Restore, on leaving, the weights that post-accumulate hooks may change."""
+    before = [(w, w.detach().clone()) for w in weights if post_accumulate_hooks(w)]
     try:
         yield
     finally:
@@ -89,9 +91,9 @@ def kept(weights: Iterable[nn.Parameter]) -> Iterator[None]:
                 weight.copy_(data)
 
 
-def changed_by_hook() -> ModelError:
+def _changed_by_hook() -> ModelError:
     return ModelError(
-        "a weight was changed in the middle of a step, by a post-accumulate hook on it, but other "
-        "micro-batches are on their way with the weights as they were, where a plain loop would "
-        "give them the new ones: use num_microbatches=1, or step the optimizer after the step"
+        "a post-accumulate hook changed a weight in the middle of a step, but other micro-batches "
+        "still compute with the old weights, where a plain loop would use the new ones: use "
+        "num_microbatches=1, or step the optimizer after the step"
     )

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from stageline.runtime.engine.result import Results
+from stageline.runtime.batches.result import Results
 
 # Chosen on 200 trainings of 120 steps: MLPs, a small GPT and ResNet, SGD with and without
 # momentum, AdamW and RMSprop, warm-ups and none, batches of 1 to 16, learning rates from low to

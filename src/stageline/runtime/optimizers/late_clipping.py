@@ -79,7 +79,7 @@ class LateClipping:
         if task.is_last_step:
             stages = self.speculation.by_rank[run.rank].stages
             for stage in stages:
-                run.loop.stages[stage].at_work = "optimizer"
+                run.loop.stages[stage].running_layer = "optimizer"
                 run.loop.replicas.finish(stage)
                 self.optimizers.prepare(stage)
             norms = self._norms(run, stages)

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stageline.errors import ModelError
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
+from stageline.torch_private import mark_as_stepped
 
 if TYPE_CHECKING:
     from stageline.runtime.optimizers.weight_versions import Versions
@@ -91,7 +92,7 @@ class StageOptimizer:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             # or torch warns of the wrong order if the very first step is skipped
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+            mark_as_stepped(self.optimizer)
             self.restore()
             self.known = []  # the caller may look from another thread, while they change
             self.scheduler.step()

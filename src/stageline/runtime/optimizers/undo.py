@@ -27,6 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from stageline.errors import ModelError
 from stageline.runtime.optimizers.param_groups import group_options
+from stageline.torch_private import has_step_hooks
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def check_undoable(optimizer: Optimizer) -> None:
             f"the optimizer is {name}, but only steps of exactly SGD, Adam and AdamW of "
             "torch.optim can be undone: use one of them, or clip before the step"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
+    if has_step_hooks(optimizer):
         raise ModelError(
             f"{name} has hooks on its step, whose effects cannot be undone: "
             "remove them, or clip before the step"

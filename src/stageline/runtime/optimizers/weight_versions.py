@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.runtime.exactness.weight_aliases import (
-    data_of,
-    double_of,
-    hooked,
-    is_hooked,
+    apply_gradient_hooks,
+    make_alias,
+    plain_data,
     run_post_hooks,
 )
+from stageline.torch_private import has_gradient_hooks
 
 Use = tuple[int, nn.Parameter]  # the number of a layer, and one of its weights
 
@@ -59,7 +59,7 @@ class Versions:
         for (number, parameter), double in kept.by_use.items():
             if double.requires_grad != parameter.requires_grad:
                 double.requires_grad_(parameter.requires_grad)
-            if is_hooked(parameter) and parameter not in kept.followed:
+            if has_gradient_hooks(parameter) and parameter not in kept.followed:
                 if any(use[1] is parameter and use[0] != number for use in kept.by_use):
                     raise ModelError(
                         "a hook was registered on a weight that several layers use while a stream "
@@ -127,10 +127,10 @@ class Versions:
                 double = shared.get(parameter)
                 if double is None:
                     # from `data`: a step must not count as an in-place change of the double
-                    data = data_of(parameter).data
-                    double = double_of(parameter, data, requires_grad=parameter.requires_grad)
+                    data = plain_data(parameter).data
+                    double = make_alias(parameter, data, requires_grad=parameter.requires_grad)
                     version.by_use[number, parameter] = double
-                    if is_hooked(parameter):
+                    if has_gradient_hooks(parameter):
                         shared[parameter] = double
                         self._follow(parameter, double, version.followed)
                 version.by_layer[number] |= dict.fromkeys(found, double)
@@ -140,7 +140,7 @@ class Versions:
         self, parameter: nn.Parameter, double: nn.Parameter, followed: set[nn.Parameter]
     ) -> None:
         """Make a double call the hooks that its parameter has when a gradient arrives."""
-        double.register_hook(partial(hooked, parameter))  # type: ignore[no-untyped-call]
+        double.register_hook(partial(apply_gradient_hooks, parameter))  # type: ignore[no-untyped-call]
         double.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
         followed.add(parameter)
 

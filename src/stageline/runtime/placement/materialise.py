@@ -21,6 +21,7 @@ from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime import trees
 from stageline.runtime.exactness.randomness import layer_seed
+from stageline.torch_private import MODULE_TABLES, buffer_table, parameter_table, version_of
 
 Init = Callable[[Layer], object]
 
@@ -94,7 +95,7 @@ def check_initialized(
         layer = layers.layers[number]
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
-                if attribute not in MODULE_DICTS and _is_on_meta(value):
+                if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
                         f"{_joined(layer.name, name, attribute)!r} is on the meta device and is "
                         "neither a parameter nor a buffer, so it is not initialized: use "
@@ -125,7 +126,7 @@ def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
 def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
     """Replace tensors of a module and its submodules by those in `made`."""
     for part in module.modules():
-        for places in (part._parameters, part._buffers):  # noqa: SLF001  as nn.Module.to does
+        for places in (parameter_table(part), buffer_table(part)):
             for name, tensor in places.items():
                 if tensor is not None and tensor in made:
                     places[name] = made[tensor]  # type: ignore[assignment]
@@ -140,10 +141,6 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-# Attributes in which nn.Module keeps its parts.
-MODULE_DICTS = ("_parameters", "_buffers", "_modules")
-
-
 def _find_allocated(
     layers: LayerSequence, here: Iterable[int], made: set[Tensor]
 ) -> list[UninitializedTensor]:
@@ -152,12 +149,12 @@ def _find_allocated(
     found: dict[Tensor, UninitializedTensor | None] = {}
     for number, layer in enumerate(layers.layers):
         for prefix, module in layer.module.named_modules():
-            for places in (module._parameters, module._buffers):  # noqa: SLF001  as nn.Module.to does
+            for places in (parameter_table(module), buffer_table(module)):
                 for name, tensor in places.items():
                     if tensor is None or tensor not in made:
                         continue
                     is_remote = number not in numbers and isinstance(tensor, nn.Parameter)
-                    version = tensor._version  # noqa: SLF001  there is no public one
+                    version = version_of(tensor)
                     full_name = _joined(layer.name, prefix, name)
                     each = UninitializedTensor(full_name, module, name, version)
                     found.setdefault(tensor, None if is_remote else each)
@@ -165,7 +162,7 @@ def _find_allocated(
 
 
 def _is_on_meta(value: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_meta for each in trees.inside(value))
+    return any(isinstance(each, Tensor) and each.is_meta for each in trees.tensors_inside(value))
 
 
 def _joined(*names: str) -> str:
@@ -187,7 +184,7 @@ def _has_marker(tensor: Tensor, version: int) -> bool:
         return False
     if isinstance(marker, int):
         return bool((bits == marker).any())
-    return tensor._version == version and torch.equal(bits, marker)  # noqa: SLF001  there is no public one
+    return version_of(tensor) == version and torch.equal(bits, marker)
 
 
 def _bits(tensor: Tensor) -> tuple[Tensor, int | Tensor]:

@@ -12,8 +12,8 @@ from stageline.errors import ModelError
 from stageline.runtime import trees
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.engine.minibatch import MiniBatch
-from stageline.runtime.engine.stage import Target
 from stageline.runtime.placement.layout import Layout
+from stageline.runtime.stage.stage_values import Target
 
 
 def check_agreement(

@@ -17,12 +17,12 @@ from stageline.model.layers import Value
 from stageline.runtime import trees
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.failures import failure_text
-from stageline.runtime.backends.processes.channels import Incoming, RankLost
 from stageline.runtime.backends.processes.collectives import ProcessCollectives
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.message_layout import MessageLayout
-from stageline.runtime.backends.processes.message_shapes import ValueSpec, predict_specs
+from stageline.runtime.backends.processes.messages.channels import Incoming, RankLost
+from stageline.runtime.backends.processes.messages.layout import MessageLayout
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec, predict_specs
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Message, MessageKey, MiniBatch, Stream

@@ -17,8 +17,8 @@ from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.message_shapes import ValueSpec
-from stageline.runtime.backends.processes.packing import Packing
+from stageline.runtime.backends.processes.messages.packing import Packing
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 
 T = TypeVar("T")
 LAST_SUMS = 5.0  # seconds in which sums that nobody has read may still arrive

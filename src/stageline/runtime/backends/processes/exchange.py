@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.errors import ModelError, StagelineError
-from stageline.runtime.backends.processes.encoding import decode, encode
+from stageline.runtime.backends.processes.messages.encoding import decode, encode
 
 T = TypeVar("T")
 

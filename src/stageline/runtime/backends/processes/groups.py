@@ -27,6 +27,7 @@ from stageline.runtime.backends.processes.failure_watch import (
 )
 from stageline.runtime.backends.processes.heartbeats import call_with_timeout, store_unreachable
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
+from stageline.torch_private import default_store, set_group_timeout
 
 NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
@@ -213,7 +214,7 @@ def _name(index: int, grid: torch.Tensor) -> str:
 
 def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
     """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
-    whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001  what the group itself uses
+    whole = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
     who = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}/{who}", whole)
@@ -248,5 +249,5 @@ def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) 
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
     # from here on the watch ends waits, and knows who is late for a reason
     longest = timedelta(seconds=max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK)
-    dist.distributed_c10d._set_pg_timeout(longest, mine)  # noqa: SLF001  nothing else can
+    set_group_timeout(mine, longest)
     return OwnedGroup(mine)

@@ -1,0 +1,81 @@
+"""From the caller's batch to a mini-batch: cut into micro-batches, each with its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stageline.errors import BatchError, ModelError
+from stageline.model.inputs import named_inputs
+from stageline.runtime import trees
+from stageline.runtime.batches import microbatches
+from stageline.runtime.engine.minibatch import MiniBatch
+from stageline.runtime.engine.session import Session
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.runtime.stage.stage_values import Target
+
+
+def training_batch(
+    session: Session, inputs: Any, target: Any, named: Mapping[str, Any]
+) -> MiniBatch:
+    """Return a mini-batch to train on."""
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            "a step was asked for in torch.inference_mode(), where nothing has a gradient: leave "
+            "it first, or call the pipeline for outputs"
+        )
+    given = named_inputs(session.assembly.layout.layers, inputs, named)
+    sizes = _sizes(session, given, target)
+    targets = microbatches.cut(target, sizes)
+    weights = _weights(session, sizes, targets)
+    minibatch = _minibatch(session, given, sizes)
+    loss_fn = session.assembly.settings.loss_fn
+    pairs = zip(targets, weights, strict=True)
+    minibatch.targets = [Target(loss_fn, part, weight) for part, weight in pairs]
+    return minibatch
+
+
+def forward_batch(
+    session: Session, inputs: Any, named: Mapping[str, Any]
+) -> tuple[MiniBatch, list[int]]:
+    """Return a mini-batch to compute outputs of, and the sizes of its micro-batches."""
+    given = named_inputs(session.assembly.layout.layers, inputs, named)
+    sizes = _sizes(session, given)
+    return _minibatch(session, given, sizes), sizes
+
+
+def streamed_batch(session: Session, batch: Any) -> MiniBatch:
+    """Return a mini-batch of a stream, which passes no gradients back to its inputs."""
+    inputs, target = microbatches.pair(batch)
+    minibatch = training_batch(session, inputs, target, {})
+    if any(t.requires_grad for part in minibatch.inputs for t in trees.tensors(part)):
+        raise BatchError(
+            "inputs require gradients, but a stream passes none back to what made them: "
+            "detach() them, or make that a layer"
+        )
+    return minibatch
+
+
+def _minibatch(session: Session, given: dict[str, Any], sizes: list[int]) -> MiniBatch:
+    with torch.enable_grad():  # inputs may come from a graph of the caller's
+        parts = microbatches.cut(given, sizes)
+    assembly = session.assembly
+    first = assembly.collectives.replica * assembly.layout.schedule.num_microbatches
+    return MiniBatch(parts, session.seed, session.num_steps, first, ForwardContext.current())
+
+
+def _sizes(session: Session, *batches: Any) -> list[int]:
+    length = microbatches.num_samples(*batches)
+    return microbatches.sizes(length, session.assembly.layout.schedule.num_microbatches)
+
+
+def _weights(session: Session, sizes: list[int], targets: list[Any]) -> list[float]:
+    """Return each micro-batch's weight: its share of samples, or 1 / the total count."""
+    count_fn, replicas = session.assembly.settings.count_fn, session.assembly.replicas
+    if count_fn is None:
+        samples = replicas.total(sum(sizes))
+        return [size / samples for size in sizes]
+    total = replicas.total(sum(float(count_fn(part)) for part in targets))
+    return [1.0 / total if total else 0.0] * len(sizes)

@@ -1,0 +1,1 @@
+"""`pipe.verify`: a pipeline compared, bit for bit, with a plain loop."""

@@ -1,0 +1,245 @@
+"""Run the layers of a stage forward on one micro-batch, and record the graph for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from stageline.model.layers import Value
+from stageline.runtime import trees
+from stageline.runtime.devices import moved
+from stageline.runtime.exactness.in_place import Mark, StageInput
+from stageline.runtime.exactness.inner_gradients import (
+    NO_SAVED_TENSORS,
+    ForwardGradients,
+    RepeatForward,
+    collected_gradients,
+    refused_gradients,
+)
+from stageline.runtime.exactness.layer_state import StateSnapshot
+from stageline.runtime.exactness.randomness import LayerRandomness, RandomKey
+from stageline.runtime.stage.offload import OffloadedTensors
+from stageline.runtime.stage.stage_border import GraphInputs
+from stageline.runtime.stage.stage_layers import StageLayer
+from stageline.runtime.stage.stage_values import ForwardArgs, StageGraph
+from stageline.runtime.stage.weight_calls import WeightCallInterceptor
+
+if TYPE_CHECKING:
+    from stageline.runtime.stage.stage import Stage
+
+LOSS = "loss_fn"  # in the place of a layer's name
+LOSS_NUMBER = -1  # in the place of a layer's number
+EMPTY = torch.empty(0)
+
+
+def may_repeat(stage: Stage, args: ForwardArgs, *, again: bool = False) -> bool:
+    """Return whether calls are intercepted or saved tensors dropped or moved in a forward.
+
+    This may turn out to be wrong for its layers. `again`: it is a recomputation, which drops none.
+    """
+    is_dropped = args.recompute and not again
+    return args.in_halves or stage.is_fused or args.offload or is_dropped
+
+
+def run_forward(
+    stage: Stage, args: ForwardArgs, before: StateSnapshot | None, *, again: bool = False
+) -> StageGraph:
+    """Run a stage forward, and once more if it turns out that it has to run in another way.
+
+    `before` is the state of its layers, if the forward may have to be repeated. `again`: this is a
+    recomputation.
+    """
+    inner = stage.inner_gradients
+    try:
+        return ForwardPass(stage, args, grad=True, again=again).run()
+    except RepeatForward:
+        pass
+    except RuntimeError as error:
+        if before is None or inner.differentiates or NO_SAVED_TENSORS not in str(error):
+            raise
+        inner.differentiates = True
+    assert before is not None  # something was intercepted or dropped
+    stage.layer_state.undo(before, stage.running_layer)
+    stage.statistics.forget(args.step, args.microbatch)
+    return run_forward(stage, args, before, again=again)
+
+
+class ForwardPass:
+    """One forward of one micro-batch. State: the values that layers have written so far."""
+
+    def __init__(self, stage: Stage, args: ForwardArgs, *, grad: bool, again: bool) -> None:
+        self.stage, self.args, self.grad, self.again = stage, args, grad, again
+        self.loss_fn = args.target.loss_fn if args.target else None
+        self.keeps_graph = grad and (again or not args.recompute)
+        inner = stage.inner_gradients
+        observes = grad and not stage.is_compiled and inner.observes(args.step, self.loss_fn)
+        self.interceptor = self._interceptor(observes=observes)
+        self.needs_saved_tensors = observes or inner.differentiates  # maybe within the forward
+        memory = stage.host_memory if args.offload else None
+        self.offloaded = OffloadedTensors(memory) if memory else None
+        self.graph_inputs = GraphInputs()
+        self.values: dict[Value, Any] = {}
+
+    def run(self) -> StageGraph:
+        """Run all layers, and the loss on the last stage."""
+        stage, args = self.stage, self.args
+        weights = stage.versions.of(args.version) if stage.versions and self.grad else {}
+        with ExitStack() as stack:
+            args.context.enter(stack, grad=self.grad)
+            inputs = self._take_inputs()
+            stack.enter_context(stage.inner_gradients.forward_mode_lock(self.loss_fn))
+            stack.enter_context(self._saved_tensor_hooks())
+            # outside of the interceptor, which would see each access to a tensor as a call
+            gradients = stack.enter_context(self._forward_gradients(weights))
+            stack.enter_context(self.interceptor or nullcontext())
+            if stage.statistics.modules:
+                observed = stage.statistics.observe(args.step, args.microbatch, again=self.again)
+                stack.enter_context(observed)
+            self._run_layers(inputs, weights)
+            loss = self._loss() if args.target else None
+            if not stage.in_place.is_never:
+                stage.in_place.record(inputs)
+        if gradients:
+            stage.inner_gradients.record_accumulation()
+        return self._graph(inputs, loss, gradients)
+
+    def _interceptor(self, *, observes: bool) -> WeightCallInterceptor | None:
+        """Return what sees the functions of the forward, if they are of interest."""
+        stage = self.stage
+        is_wanted = self.args.in_halves or stage.is_fused
+        intercepts = self.keeps_graph and not stage.is_compiled and is_wanted
+        if not (intercepts or observes):
+            return None
+        inner = stage.inner_gradients
+        return WeightCallInterceptor(inner, intercepts=intercepts, observes=observes)
+
+    def _take_inputs(self) -> list[StageInput]:
+        """Bring the values that the stage reads into a graph of its own."""
+        stage, args, inputs = self.stage, self.args, list[StageInput]()
+        is_kept = args.recompute and not self.again  # the inputs are needed once more
+        for value in stage.reads:
+            self.values[value] = moved(args.values[value], stage.device)
+            for position, tensor in enumerate(trees.tensors(self.values[value])):
+                mark = args.marks.get((value, position), Mark.NONE)
+                inputs.append(stage.in_place.take_in(value, tensor, mark, is_kept=is_kept))
+        entered = iter(self.graph_inputs.enter([item.given for item in inputs]))
+
+        def replaced(leaf: Any) -> Any:
+            return next(entered) if isinstance(leaf, Tensor) else trees.as_graph_leaf(leaf)
+
+        for value in stage.reads:
+            self.values[value] = trees.map_leaves(replaced, self.values[value])
+        return inputs
+
+    def _saved_tensor_hooks(self) -> AbstractContextManager[Any]:
+        """Drop saved tensors if the forward will be recomputed, or move them to host memory."""
+        if not self.grad or self.needs_saved_tensors:
+            return nullcontext()
+        if not self.keeps_graph:
+            # torch picks other kernels, with other bits, where no graph is recorded; so one is, and
+            # what it would save for the backward is dropped at once
+            return saved_tensors_hooks(_drop, self.stage.inner_gradients.need_saved_tensor)
+        if self.offloaded:
+            return saved_tensors_hooks(self.offloaded.pack, self.offloaded.unpack)
+        return nullcontext()
+
+    def _forward_gradients(
+        self, versions: Mapping[int, Mapping[str, Tensor]]
+    ) -> AbstractContextManager[ForwardGradients]:
+        """Collect or refuse gradients that a backward inside the forward brings to weights."""
+        stage, inner = self.stage, self.stage.inner_gradients
+        if not self.grad or inner.is_trusted(self.loss_fn):
+            return nullcontext([])
+        own = [layer.aliases or {} for layer in stage.stage_layers]
+        weights = inner.weights(versions.values() if versions else own)
+        if inner.collects and not stage.is_compiled:
+            return collected_gradients(weights)
+        return refused_gradients(weights, stage.name)
+
+    def _run_layers(
+        self, inputs: list[StageInput], weights: Mapping[int, dict[str, Tensor]]
+    ) -> None:
+        in_place = self.stage.in_place
+        for layer in self.stage.stage_layers:
+            if self.interceptor:
+                self.interceptor.layer = layer.number
+            self._run_layer(layer, weights.get(layer.number, layer.aliases))
+            if not in_place.is_never:
+                in_place.check_layer(layer.name, inputs)
+            for value in layer.last_uses:
+                del self.values[value]
+        if self.interceptor:
+            self.interceptor.layer = LOSS_NUMBER
+
+    def _run_layer(self, layer: StageLayer, aliases: dict[str, Tensor] | None) -> None:
+        module, deterministic = layer.module, self.stage.deterministic_layers
+        self.stage.running_layer = layer.name
+        given = [self.values[value] for value in layer.sources]
+        if deterministic.is_deterministic(module):
+            result = _call(module, aliases, given)
+        else:
+            with LayerRandomness(self._key(layer.name)) as randomness:
+                result = _call(module, aliases, given)
+            deterministic.record(module, drew=randomness.drew)
+        self.values.update(zip(layer.writes, layer.layer.written(result), strict=True))
+
+    def _loss(self) -> Tensor:
+        stage, target = self.stage, self.args.target
+        assert target is not None  # this is the last stage
+        stage.running_layer = LOSS
+        output = self.values[stage.layers.output]
+        if stage.deterministic_layers.trusts and target.loss_fn in stage.deterministic_losses:
+            return target.loss(output, stage.device)
+        with LayerRandomness(self._key(LOSS)) as randomness:
+            loss = target.loss(output, stage.device)
+        if not randomness.drew:
+            stage.deterministic_losses.add(target.loss_fn)
+        return loss
+
+    def _key(self, name: str) -> RandomKey:
+        args = self.args
+        return RandomKey(args.seed, args.step, args.first + args.microbatch, name)
+
+    def _graph(
+        self, inputs: list[StageInput], loss: Tensor | None, gradients: ForwardGradients
+    ) -> StageGraph:
+        args, stage = self.args, self.stage
+        writes = self._written()
+        sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
+        return StageGraph(
+            inputs=self.graph_inputs,
+            reads={value: trees.tensors(args.values[value]) for value in stage.reads},
+            writes=writes,
+            loss=loss,
+            weight=args.target.weight if args.target else 0.0,
+            marks=stage.in_place.mark_outputs(sent, inputs),
+            calls=self.interceptor.calls if self.interceptor else [],
+            offloaded=self.offloaded,
+            version=args.version,
+            forward_gradients=gradients,
+        )
+
+    def _written(self) -> dict[Value, Any]:
+        """Return the values that other stages read, and the output if there is no loss.
+
+        In new containers: a layer may still change a dict or list that it returned.
+        """
+        stage, kept = self.stage, self.stage.sent
+        if stage.has_output and not self.args.target and stage.layers.output not in kept:
+            kept = (*kept, stage.layers.output)
+        return {value: trees.map_leaves(trees.identity, self.values[value]) for value in kept}
+
+
+def _call(module: nn.Module, aliases: dict[str, Tensor] | None, given: list[Any]) -> Any:
+    return functional_call(module, aliases, tuple(given)) if aliases else module(*given)
+
+
+def _drop(_: Any) -> Tensor:
+    """Return an empty tensor in place of a saved one whose backward will not come."""
+    return EMPTY

@@ -1,0 +1,106 @@
+"""Values that enter and leave a stage's forward, and those that it keeps until the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stageline.errors import ModelError
+from stageline.model.layers import Value
+from stageline.runtime.devices import moved
+from stageline.runtime.exactness.caller_context import ForwardContext
+from stageline.runtime.exactness.in_place import NO_MARKS, Marks
+from stageline.runtime.exactness.inner_gradients import ForwardGradients
+from stageline.runtime.exactness.layer_state import StateSnapshot
+from stageline.runtime.stage.offload import OffloadedTensors
+from stageline.runtime.stage.stage_border import GraphInputs
+from stageline.runtime.stage.weight_calls import WeightCall
+
+Values = Mapping[Value, Any]
+Gradients = dict[Value, list[Tensor | None]]  # of each value, those of its tensors
+
+
+@dataclass(frozen=True)
+class Target:
+    """The loss function, the target of one micro-batch, and the micro-batch's weight."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+    target: Any
+    weight: float
+
+    def loss(self, output: Any, device: torch.device | None = None) -> Tensor:
+        """Return the loss of an output; raise ModelError if it is not one number."""
+        loss = self.loss_fn(output, moved(self.target, device))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
+            raise ModelError(
+                f"the loss {found}, but has to be one number: return the mean over the samples, or "
+                "their sum if there is a count_fn"
+            )
+        return loss
+
+
+class ForwardArgs(NamedTuple):
+    """Everything that the forward of a micro-batch depends on."""
+
+    microbatch: int
+    values: Values  # that the stage reads
+    target: Target | None  # on the last stage, if the loss is computed there
+    seed: int
+    step: int
+    first: int  # number of the first micro-batch here, among those of all replicas
+    context: ForwardContext
+    in_halves: bool = False  # the backward is split in I and W
+    recompute: bool = False  # keep only what is read, and run the forward again for the backward
+    offload: bool = False  # keep saved tensors in host memory
+    version: int = 0  # of the weights, if several versions are in use
+    marks: Marks = NO_MARKS  # of the tensors in `values`: who else uses their memory
+
+
+class ForwardResult(NamedTuple):
+    """The values, marks and loss that a forward returns."""
+
+    written: dict[Value, Any]  # that later stages read
+    marks: Marks
+    loss: Tensor | None
+
+
+class RecomputationInput(NamedTuple):
+    """The arguments and state that a recomputation starts from, and its tensors' versions."""
+
+    args: ForwardArgs
+    versions: list[int]
+    target_versions: list[int]
+    state: StateSnapshot  # of the layers, as far as the first forward changed it
+
+
+class StageGraph(NamedTuple):
+    """The graph of one micro-batch, kept from its forward to its backward."""
+
+    inputs: GraphInputs
+    reads: dict[Value, list[Tensor]]  # the tensors that entered, kept as long as the graph
+    writes: dict[Value, Any]  # values that later stages read
+    loss: Tensor | None
+    weight: float  # of the loss
+    marks: Marks  # of what is written
+    calls: list[WeightCall]  # that use weights, if they were intercepted
+    offloaded: OffloadedTensors | None
+    version: int  # of the weights that were used
+    forward_gradients: ForwardGradients  # that a backward inside the forward brought to weights
+
+
+@dataclass
+class InFlight:
+    """The micro-batches in flight in one stage during one step, by number."""
+
+    # from a forward to its recomputation
+    recomputations: dict[int, RecomputationInput] = field(default_factory=dict)
+    graphs: dict[int, StageGraph] = field(default_factory=dict)  # from a forward to its backward
+    # from an I to its W: the calls, and the version of the weights
+    deferred: dict[int, tuple[list[WeightCall], int]] = field(default_factory=dict)
+    # from a forward to its backward
+    forward_gradients: dict[int, ForwardGradients] = field(default_factory=dict)

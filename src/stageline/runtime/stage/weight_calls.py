@@ -1,0 +1,279 @@
+"""Intercept functions that use weights, so that the weights' gradients can be computed later.
+
+While a stage runs forward, each such call runs in a small graph of its own, between copies of its
+inputs and its output:
+
+    ── x ──►┊ x' ─► linear(x', weight, bias) ─► y' ┊── y ──►      the stage's graph goes around it
+
+A weight gets all of its gradient in one half of a split backward, or a sum would be rounded in
+another order than autograd's: a layer that uses a weight both in intercepted and in other functions
+is not intercepted at all, nor is one whose graph is differentiated by anything but the stage's own
+backward (`inner_gradients.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F  # noqa: N812  as everybody calls it
+
+from stageline.runtime.exactness.inner_gradients import (
+    DIFFERENTIATING,
+    InnerGradients,
+    RepeatForward,
+    is_transformed,
+    late_differentiation,
+)
+from stageline.runtime.function_interceptor import FunctionInterceptor
+from stageline.runtime.stage import autograd
+
+# Not F.group_norm: torch 2.13 crashes in its backward where memory is channels_last and only the
+# gradients of the weights are wanted.
+INTERCEPTED: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.linear,
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.embedding,
+        F.embedding_bag,
+        F.layer_norm,
+        F.rms_norm,
+        F.batch_norm,
+        F.instance_norm,
+        F.multi_head_attention_forward,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.einsum,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+    }
+)
+
+
+@dataclass
+class InterceptedForward:
+    """The forward in which calls are intercepted. The calls refer to it, and not it to them.
+
+    `is_in_hook`: a hook takes gradients of its own, in the middle of the stage's backward.
+    """
+
+    inner: InnerGradients
+    is_over: bool = False
+    is_in_hook: bool = False
+
+
+@dataclass
+class WeightCall:
+    """One intercepted call: its small graph, and the gradient of its output once that is known."""
+
+    forward: InterceptedForward
+    layer: int
+    leaves: list[Tensor]  # copies of the inputs that need a gradient
+    weights: list[nn.Parameter]
+    outputs: list[GradientEdge]  # of the graph, which does not need the data
+    linear: tuple[Any, ...]  # the arguments, if it is a linear
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def output_gradients(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Return the outputs that have a gradient, with it."""
+        pairs = zip(self.outputs, self.gradients, strict=False)
+        return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+
+class WeightCallInterceptor(FunctionInterceptor):
+    """Intercepts functions that use weights while a stage runs forward.
+
+    If it `observes`, only layers that are known to differentiate nothing are intercepted, and what
+    the others do is recorded. State: the layer that runs, the calls in their order, and how weights
+    were used.
+    """
+
+    def __init__(
+        self,
+        known: InnerGradients | None = None,
+        *,
+        intercepts: bool = True,
+        observes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.known = known or InnerGradients()
+        self.intercepts, self.observes = intercepts, observes
+        self.forward = InterceptedForward(self.known)
+        self.layer = 0  # its number
+        self.calls: list[WeightCall] = []
+        self.used: dict[int, tuple[Tensor, int]] = {}  # by id: intercepted weights, their layer
+        self.direct: dict[int, Tensor] = {}  # by id: weights that other functions use
+        self.anchor = torch.empty(0, requires_grad=True)  # so that a gradient always arrives
+
+    def __exit__(self, *error: object) -> None:
+        self.forward.is_over = True
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (*args, *kwargs.values()) if kwargs else args
+        weights = trained_weights(given)
+        if func in DIFFERENTIATING or (self.observes and is_transformed(given)):
+            self._record_differentiation(weights)
+        if not weights:
+            return func(*args, **kwargs)
+        if func in INTERCEPTED and torch.is_grad_enabled() and self._may_intercept(weights, given):
+            if not self.intercepts or (self.observes and not self.known.is_harmless(self.layer)):
+                return func(*args, **kwargs)
+            return self._intercept(func, args, kwargs, weights)
+        result = func(*args, **kwargs)
+        if _may_bring_gradient(result):
+            self.direct |= {id(weight): weight for weight in weights}
+            self._check_uses(weights)
+        return result
+
+    def _may_intercept(self, weights: list[nn.Parameter], given: tuple[Any, ...]) -> bool:
+        """Return whether a call can be intercepted, now or after the first step."""
+        if self.known.is_direct(self.layer):
+            return False
+        if is_transformed(given):
+            self._record_differentiation([])
+            return False
+        for weight in weights:
+            self.used.setdefault(id(weight), (weight, self.layer))
+        return self._check_uses(weights)
+
+    def _record_differentiation(self, weights: list[nn.Parameter]) -> None:
+        """Record that the layer takes gradients, maybe of these weights, or uses a transform."""
+        if not self.known.is_fixed:
+            layers = {self.used[id(weight)][1] for weight in weights if id(weight) in self.used}
+            self.known.record_differentiation({self.layer, *layers})
+            self._repeat_if_any(lambda call: call.layer in {self.layer, *layers})
+
+    def _check_uses(self, weights: list[nn.Parameter]) -> bool:
+        """Return False if weights are used in intercepted and in other functions.
+
+        Their layers are not intercepted from then on.
+        """
+        if not self.direct or self.known.is_fixed:
+            return True
+        both = [w for w in weights if id(w) in self.used and id(w) in self.direct]
+        if not both:
+            return True
+        self.known.direct |= {self.layer, *(self.used[id(weight)][1] for weight in both)}
+        self._repeat_if_any(lambda call: call.layer in self.known.direct)
+        return False
+
+    def _repeat_if_any(self, is_wrong: Callable[[WeightCall], bool]) -> None:
+        if any(map(is_wrong, self.calls)):
+            raise RepeatForward
+
+    def _intercept(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: list[nn.Parameter],
+    ) -> Any:
+        found = (t for t in _tensors((*args, *kwargs.values())) if t.requires_grad)
+        differentiable = {id(tensor): tensor for tensor in found}
+        # what is passed several times, such as query and key, is one input with one gradient
+        inputs = [t for t in differentiable.values() if not isinstance(t, nn.Parameter)]
+        copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
+        args = tuple(_replaced(item, copies) for item in args)
+        kwargs = {name: _replaced(item, copies) for name, item in kwargs.items()}
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        needed = [item for item in results if _needs_gradient(item)]
+        outputs = [get_gradient_edge(item) for item in needed]
+        linear = args if func is F.linear and not kwargs else ()
+        call = WeightCall(self.forward, self.layer, [*copies.values()], weights, outputs, linear)
+        self.calls.append(call)
+        outside = iter(_AroundCall.apply(call, needed, self.anchor, *inputs))  # type: ignore[no-untyped-call]
+        around = tuple(next(outside) if _needs_gradient(item) else item for item in results)
+        return around if isinstance(result, tuple) else around[0]
+
+
+class _AroundCall(torch.autograd.Function):
+    """The node that the stage's graph has in place of a call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: WeightCall, outputs: list[Tensor], *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: WeightCall = ctx.call
+        forward = call.forward
+        if not forward.is_over or forward.is_in_hook or torch.is_grad_enabled():
+            # not the stage's own backward
+            forward.inner.record_differentiation({call.layer})
+            is_late = forward.is_over or forward.inner.is_fixed
+            raise late_differentiation() if is_late else RepeatForward()
+        call.gradients = gradients
+        known = call.output_gradients()
+        if not call.leaves or not known:
+            return None, None, None, *(None for _ in call.leaves)
+        outputs, found = zip(*known, strict=True)
+        return None, None, None, *autograd.gradients(call.leaves, outputs, found)
+
+
+def trained_weights(items: Iterable[Any]) -> list[nn.Parameter]:
+    """Return the parameters among arguments that need a gradient, each once."""
+    found: list[nn.Parameter] = []
+    for item in items:
+        kind = type(item)
+        if kind is nn.Parameter:
+            if item.requires_grad:
+                found.append(item)
+        elif kind is list or kind is tuple:
+            found += trained_weights(item)
+        # asking any other tensor whether it is a parameter costs a microsecond
+        elif kind is not Tensor and isinstance(item, Tensor) and _is_trained(item):
+            found.append(item)
+    return list({id(weight): weight for weight in found}.values()) if len(found) > 1 else found
+
+
+def _is_trained(item: Tensor) -> TypeGuard[nn.Parameter]:
+    return isinstance(item, nn.Parameter) and item.requires_grad
+
+
+def _tensors(items: Iterable[Any]) -> Iterable[Tensor]:
+    """Yield the tensors among arguments; `einsum` may be given its operands in a list."""
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _tensors(item)
+
+
+def _may_bring_gradient(result: Any) -> bool:
+    """Return whether a gradient may come back from a result to the weights that went in.
+
+    It may even without a graph: a function that records its own graph later, as a checkpoint does
+    in its backward, runs without one.
+    """
+    if isinstance(result, list | tuple):
+        return any(map(_may_bring_gradient, result))
+    return isinstance(result, Tensor) and (result.requires_grad or not torch.is_grad_enabled())
+
+
+def _replaced(item: Any, copies: Mapping[int, Tensor]) -> Any:
+    if isinstance(item, list | tuple) and any(True for _ in _tensors(item)):
+        return [_replaced(part, copies) for part in item]
+    return copies.get(id(item), item)
+
+
+def _needs_gradient(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad
