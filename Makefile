@@ -4,17 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all bench parity clean
+.PHONY: demo test lint test-all bench parity clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
 
+# Style and types are checked beside the tests. What measures times runs last, with nothing beside it.
+TIMED := tests/test_measured_times.py
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 test: $(VENV)/installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not alone and not slow"
-	$(BIN)/pytest -q -m alone
+	@($(LINT)) > $(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow" --ignore $(TIMED); tests=$$?; \
+	wait $$lint; linted=$$?; cat $(VENV)/lint.log; exit $$((tests + linted))
+	$(BIN)/pytest -q $(TIMED)
+
+lint: $(VENV)/installed-dev
+	$(LINT)
 
 # With those that take long: a quarter of an hour.
 test-all: test

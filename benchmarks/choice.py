@@ -24,26 +24,30 @@ from rich.table import Table
 import stageline as sl
 from stageline.errors import ScheduleError
 from stageline.model.workload import Workload
-from stageline.planning.search.layouts import Task
-from stageline.planning.search.outcome import Found
+from stageline.planning.search.candidate_builder import CandidateBuilder
+from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES, build_sized
+from stageline.planning.search.enumerate_candidates import enumerate_candidates
+from stageline.planning.search.predict_time import StepTimePredictor
 from stageline.planning.search.search import FOUND_BY_SEARCH
-from stageline.planning.search.ways import SCHEDULES, Ways, built
+from stageline.planning.search.search_result import EvaluatedCandidate
+from stageline.planning.search.training_layouts import PlanRequest
 from stageline.zoo.workloads import WORKLOADS, profile_workload
 
 RANKS, STEPS, BEST, FINALS = 2, 2, 5, 9
 
 
-def all_plans(task: Task) -> list[sl.Plan]:
-    """Every schedule, number of chunks and size of micro-batch, with stages as even as can be."""
-    plans, ways = [], Ways(task)
-    for way in ways.all(SCHEDULES):
-        layout = way.layout
-        costs = way.costs if way.name in FOUND_BY_SEARCH else None
+def all_plans(request: PlanRequest) -> list[sl.Plan]:
+    """Return plans for every schedule, number of chunks and micro-batch size, cut evenly."""
+    plans, predictor = [], StepTimePredictor()
+    for candidate in enumerate_candidates(CandidateBuilder(request), DEFAULT_SCHEDULES):
+        name, count = candidate.schedule_name, candidate.layout.num_microbatches
+        costs = candidate.costs if name in FOUND_BY_SEARCH else None
         try:
-            schedule = built(way.name, RANKS, layout.num_microbatches, way.chunks, costs=costs)
+            schedule = build_sized(name, RANKS, count, candidate.chunks, costs=costs)
         except ScheduleError:
             continue
-        plans.append(Found(way, schedule, ways.expected(way, schedule)).plan(task))
+        prediction = predictor.predict(candidate, schedule)
+        plans.append(EvaluatedCandidate(candidate, schedule, prediction).to_plan(request))
     return plans
 
 
@@ -73,7 +77,7 @@ def medians(case: Workload, plans: Sequence[sl.Plan], rounds: int, words: str) -
 def compared(name: str, rounds: int) -> tuple[str, float]:
     """A table of the best, and by how much the chosen one is slower."""
     case = WORKLOADS[name]()
-    task = Task(
+    request = PlanRequest(
         profile_workload(case, RANKS),
         sl.Cluster(num_devices=RANKS, memory="8GiB"),
         len(case.inputs),
@@ -81,8 +85,10 @@ def compared(name: str, rounds: int) -> tuple[str, float]:
         RANKS,
         recompute=False,
     )
-    chosen = sl.plan(task.profile, task.cluster, batch_size=task.batch_size, num_ranks=RANKS)
-    plans = all_plans(task)
+    chosen = sl.plan(
+        request.profile, request.cluster, batch_size=request.batch_size, num_ranks=RANKS
+    )
+    plans = all_plans(request)
     times = medians(case, plans, rounds, f"{name}: {len(plans)} ways")
     first = sorted(range(len(plans)), key=lambda number: times[number])[:BEST]
     finals = [*(plans[number] for number in first), chosen]
@@ -91,7 +97,7 @@ def compared(name: str, rounds: int) -> tuple[str, float]:
     for column in (name, "predicted, ms", "measured, ms"):
         table.add_column(column, justify="left" if column == name else "right")
     for plan, seconds in zip(finals, again, strict=True):
-        words = f"{'chosen: ' if plan is chosen else ''}{plan.chosen.words}"
+        words = f"{'chosen: ' if plan is chosen else ''}{plan.chosen.description}"
         table.add_row(words, f"{1e3 * plan.chosen.seconds:.1f}", f"{1e3 * seconds:.1f}")
     Console(width=140).print(table)
     return name, 100 * (again[-1] / min(again) - 1)

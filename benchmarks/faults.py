@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.distributed.forks import forks
+from tests.distributed.fork_servers import fork_servers
 from tests.distributed.strike import Outcome, strike
 from tests.distributed.workers.faults import KINDS, PLACES, START_UP, TIMEOUT
 
@@ -33,10 +33,10 @@ def main(
     places, kinds, culprits = place or [*PLACES], kind or [*KINDS], culprit or [0, 1]
     cases = [(p, k, c) for p in places for k in kinds for c in culprits]
     found: dict[tuple[str, str, int], Outcome] = {}
-    with forks("faults") as ranks:
+    with fork_servers():
         for case in cases:
             with TemporaryDirectory() as folder:
-                found[case] = strike(ranks, *case, Path(folder))
+                found[case] = strike(*case, Path(folder))
             print(*case, found[case].cell, found[case].problem or "", flush=True)
     print(f"| where | {' | '.join(WORDS.get(k, k) for k in kinds)} |")
     print("|---|" + "---|" * len(kinds))

@@ -20,6 +20,7 @@ import typer
 from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.distributed.fork_servers import fork_servers
 from tests.distributed.launch import launch
 
 FORMS = ("background", "waiting", "stream")
@@ -37,7 +38,7 @@ def main(
     lines = [f"{s} {r} {f}" for f, s, r in product(form or FORMS, sizes, sizes)]
     counts = ranks or [2, 3, 4]
     good = 0
-    with Progress() as bar:
+    with Progress() as bar, fork_servers():
         task = bar.add_task("runs", total=len(counts) * len(lines))
         for num_ranks in counts:
             for start in range(0, len(lines), PER_START):

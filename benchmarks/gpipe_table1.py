@@ -29,9 +29,10 @@ from torch.nn.functional import cross_entropy
 
 import stageline as sl
 from stageline.planning.cluster.cluster import Cluster
-from stageline.planning.partition.stages import Cut, Machines, stage_costs, states_of
-from stageline.planning.profiling.profile import Measurement, Profile
-from stageline.planning.profiling.repeat import repeated
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_costs import StageCut, num_optimizer_states, stage_costs
+from stageline.planning.profiling.profile_result import Measurement, Profile
+from stageline.planning.profiling.repeat_layers import repeat_layers
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d
 from stageline.zoo.transformer import transformer as layers_of_transformer
@@ -140,9 +141,9 @@ def filled_by(size: Size, family: Family, run: Run, schedule: str) -> Found | No
     if balance is None:
         return None
     placement = tuple(range(run.num_ranks))
-    cut = Cut(balance, placement, (run.recompute,) * run.num_ranks)
+    cut = StageCut(balance, placement, (run.recompute,) * run.num_ranks)
     cluster = Cluster(num_devices=run.num_ranks, memory=family.memory)
-    machines = Machines.of(cluster, run.num_ranks, replicas=1)
+    machines = RankDevices.of_pipelines(cluster, run.num_ranks, replicas=1)
     costs = stage_costs(
         measurement, profile.tied, cut, machines, in_halves=False, optimizer=OPTIMIZER
     )
@@ -173,7 +174,7 @@ def leanest(
     A stage holds its layers' bytes once, and what it reads for each micro-batch under way. What it
     reads depends on where it starts and not on where it ends, as layers read from just before them.
     """
-    copies = 2 + states_of(OPTIMIZER)
+    copies = 2 + num_optimizer_states(OPTIMIZER)
     sizes = [la.activation + copies * la.parameters + la.buffers for la in measurement.layers]
     total = np.cumsum([0.0, *sizes])
     read, unsaved = np.zeros_like(total), np.zeros_like(total)  # of a cut in front of a layer
@@ -233,7 +234,7 @@ def transformers(sizes: Sequence[int]) -> Callable[[Size], Profile]:
         tokens = torch.empty(1, 1024, dtype=torch.long)
     estimated = sl.estimate(layers, tokens, **RATES, loss_fn=gpt.loss, target=tokens, sizes=sizes)
     shallow = kept_only(estimated)
-    return lambda size: repeated(shallow, (1, size.num_layers, 1))
+    return lambda size: repeat_layers(shallow, (1, size.num_layers, 1))
 
 
 def amoebanets(sizes: Sequence[int], advance: Callable[[], None]) -> Callable[[Size], Profile]:
@@ -249,7 +250,9 @@ def amoebanets(sizes: Sequence[int], advance: Callable[[], None]) -> Callable[[S
         shallow.append(kept_only(estimated))
         advance()
     wide = cache(lambda width: of_width(width, shallow))
-    return lambda size: repeated(wide(size.num_filters), cells(shallow[0].names, size.num_layers))
+    return lambda size: repeat_layers(
+        wide(size.num_filters), cells(shallow[0].names, size.num_layers)
+    )
 
 
 def cells(names: Sequence[str], num_layers: int) -> list[int]:

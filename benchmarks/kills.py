@@ -20,6 +20,7 @@ from rich.progress import track
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.distributed.fork_servers import fork_servers
 from tests.distributed.kills import (
     newest_step,
     train_through,
@@ -37,7 +38,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the moments and ranks.")] = 0,
 ) -> None:
     """Train once disturbed and once not, and compare."""
-    with TemporaryDirectory() as name:
+    with fork_servers(), TemporaryDirectory() as name:
         disturbed, calm = Path(name) / "disturbed", Path(name) / "calm"
         lost = forward = 0
         if torchrun:

@@ -13,8 +13,8 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from stageline.planning.partition.partition import split
-from stageline.planning.partition.placed import split_placed
+from stageline.planning.partition.one_stage_per_rank import split_layers
+from stageline.planning.partition.several_stages_per_rank import split_into_chunks
 from stageline.schedules.placement import loop, wave
 
 NUM_LAYERS, NUM_STAGES = 2000, 256
@@ -27,16 +27,18 @@ def main() -> None:
     speeds = [rng.choice([1.0, 1.2]) for _ in range(NUM_STAGES)]
     spiky = [1.0 if layer % 100 == 0 else 1e-6 for layer in range(NUM_LAYERS)]
     cases: dict[str, Callable[[], object]] = {
-        "costs only": lambda: split(costs, NUM_STAGES),
-        "transfers": lambda: split(costs, NUM_STAGES, transfers=transfers),
-        "transfers, speeds": lambda: split(costs, NUM_STAGES, transfers=transfers, speeds=speeds),
-        "at most 8 layers": lambda: split(
+        "costs only": lambda: split_layers(costs, NUM_STAGES),
+        "transfers": lambda: split_layers(costs, NUM_STAGES, transfers=transfers),
+        "transfers, speeds": lambda: split_layers(
+            costs, NUM_STAGES, transfers=transfers, speeds=speeds
+        ),
+        "at most 8 layers": lambda: split_layers(
             costs, NUM_STAGES, transfers=transfers, fits=lambda start, stop, _: stop - start <= 8
         ),
-        "a few large layers": lambda: split(spiky, NUM_STAGES),
-        "loop of two": lambda: split_placed(costs, loop(NUM_STAGES // 2, 2)),
-        "wave": lambda: split_placed(costs, wave(NUM_STAGES // 2)),
-        "wave, 200 layers, proven": lambda: split_placed(costs[:200], wave(16)),
+        "a few large layers": lambda: split_layers(spiky, NUM_STAGES),
+        "loop of two": lambda: split_into_chunks(costs, loop(NUM_STAGES // 2, 2)),
+        "wave": lambda: split_into_chunks(costs, wave(NUM_STAGES // 2)),
+        "wave, 200 layers, proven": lambda: split_into_chunks(costs[:200], wave(16)),
     }
     table = Table("case", "seconds", box=None)
     for name, run in cases.items():

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import stageline as sl
 from stageline.planning.cluster.cluster import Level
-from stageline.planning.profiling.repeat import repeated
+from stageline.planning.profiling.repeat_layers import repeat_layers
 from stageline.zoo.gpt import loss
 from stageline.zoo.transformer import transformer
 
@@ -35,7 +35,7 @@ def profile_of(num_layers: int, width: int) -> sl.Profile:
         layers = transformer(num_layers=1, width=width, heads=32)
         tokens = torch.empty(1, 1024, dtype=torch.long)
     shallow = sl.estimate(layers, tokens, **RATES, loss_fn=loss, target=tokens, sizes=(1, 2, 4))
-    return repeated(shallow, (1, num_layers, 1))
+    return repeat_layers(shallow, (1, num_layers, 1))
 
 
 def planned(name: str, profile: sl.Profile, cluster: sl.Cluster, batch_size: int) -> sl.Plan:
@@ -51,7 +51,8 @@ def planned(name: str, profile: sl.Profile, cluster: sl.Cluster, batch_size: int
     console.print(f"{name}: planned in {perf_counter() - start:.1f} s", highlight=False)
     for option in (plan.chosen, *plan.others[:3]):
         console.print(
-            f"  {option.words}: {option.seconds:.3f} s a step, {option.verdict}", highlight=False
+            f"  {option.description}: {option.seconds:.3f} s a step, {option.verdict}",
+            highlight=False,
         )
     return plan
 

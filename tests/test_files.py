@@ -19,7 +19,13 @@ from stageline.cli.options import ScheduleRequest, read_costs
 from stageline.errors import CostsError, PlanError, ScheduleError
 from stageline.files import read_bytes, read_json, read_text, write_text
 from stageline.planning.partition.pipedream_graph import parse_graph, read_graph
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
 from stageline.schedules import csv
 
 READERS: dict[str, Callable[[Any], object]] = {
@@ -32,7 +38,9 @@ READERS: dict[str, Callable[[Any], object]] = {
 }
 LAYER = LayerCost(1e-3, 1e-3, 1e-3, 100, 100, 40, 0)
 VALUES = (ValueCost(-1, (0,), 8), ValueCost(0, (1,), 16))
-PROFILE = Profile(("a", "b"), (Measurement(1, (LAYER, LAYER), VALUES),), (Tied((0, 1), 40),))
+PROFILE = Profile(
+    ("a", "b"), (Measurement(1, (LAYER, LAYER), VALUES),), (TiedParameter((0, 1), 40),)
+)
 
 every_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 
@@ -148,21 +156,36 @@ PLAN = sl.plan(PROFILE, sl.Cluster(2, "1GiB"), batch_size=8, num_ranks=2, schedu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"costs": {"speed": [1.0, 1.0]}}, "costs has 'speed', but costs are forward"),
+        (
+            {"costs": {"speed": [1.0, 1.0]}},
+            "costs has the field 'speed', but the fields are forward",
+        ),
         ({"costs": {"forward": [1.0]}}, "forward has 1 values, but the schedule has 2 stages"),
         ({"costs": {"forward": [1e308, 1.0]}}, "0, or from 1e-60 to 1e"),
-        ({"balance": [1, 1, 1]}, "stages: the plan says 3, but its actions 2: plan anew"),
-        ({"balance": [2, 1]}, "the plan has 2 layers, but 3 in its stages"),
-        ({"recompute": [True]}, "recomputed or not: the plan says 1, but its actions 2"),
-        ({"peak_memory": [1.0]}, "a peak of memory: the plan says 1, but its actions 2"),
+        (
+            {"balance": [1, 1, 1]},
+            "number of stages in balance is 3, but the plan's actions have 2: make a new plan",
+        ),
+        ({"balance": [2, 1]}, "balance adds up to 3, but the plan has 2 layers"),
+        (
+            {"recompute": [True]},
+            "number of stages in recompute is 1, but the plan's actions have 2",
+        ),
+        (
+            {"peak_memory": [1.0]},
+            "number of ranks in peak_memory is 1, but the plan's actions have 2",
+        ),
         ({"actions": ["0F0 0B0", "1F0"]}, "1I0 is missing, and so is 1B0"),
         ({"actions": ["0F0 0X0"]}, "an action looks like 2F0"),
         ({"actions": []}, "no row has a forward"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
         ({"chosen": {"schedule": "zbw"}}, "schedule 'zbw' is not known: did you mean 'zbv'"),
-        ({"chosen": {"num_ranks": 3}}, "ranks: the plan says 3, but its actions 2"),
-        ({"chosen": {"num_microbatches": 99}}, "micro-batches: the plan says 99"),
+        ({"chosen": {"num_ranks": 3}}, "num_ranks is 3, but the plan's actions have 2"),
+        (
+            {"chosen": {"num_microbatches": 99}},
+            "num_microbatches is 99, but the plan's actions have 8",
+        ),
         ({"chosen": {"seconds": "fast"}}, "chosen.seconds: input should be a number"),
     ],
 )
@@ -192,7 +215,10 @@ def test_a_plan_whose_steps_take_no_time_can_be_printed() -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        ({"tied": (Tied((0, 7), 40),)}, "a tied weight is of layers (0, 7), but layers go from 0"),
+        (
+            {"tied": (TiedParameter((0, 7), 40),)},
+            "a tied weight has layers (0, 7), but layers are numbered from 0",
+        ),
         ({"names": ()}, "has no layers"),
         (
             {
@@ -201,11 +227,11 @@ def test_a_plan_whose_steps_take_no_time_can_be_printed() -> None:
                     Measurement(2, (LAYER, LAYER), VALUES[:1]),
                 )
             },
-            "the values of 2 samples are not those of 1",
+            "the values of 2 samples differ from those of 1",
         ),
         (
             {"measurements": (Measurement(1, (LAYER, LAYER), (ValueCost(0, (1,), 8, 0, (5,)),)),)},
-            "is let go by layers (5,)",
+            "let_go of a value of layer 0 is (5,)",
         ),
     ],
 )

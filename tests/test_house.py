@@ -1,12 +1,14 @@
-"""The plan of the house: imports point up, torch stays out, the public names are those listed."""
+"""The layout of the source: the order of imports, where torch is used, public names and sizes."""
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
-import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 import stageline
 
 SOURCE = Path(stageline.__file__).parent
-ROOMS = [
+PACKAGES = [  # in the order of imports
     *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
     *("deprecated", "report", "simulation"),
     *(
@@ -33,33 +35,91 @@ TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),
     "simulation",
 ]
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = [path for path in FILES if path != SOURCE / "__init__.py"]
+MAX_FILE, MAX_PIPELINE, MAX_FUNCTION, MAX_FOLDER = 350, 299, 50, 14  # lines, and files
+until_the_redesign_lands = pytest.mark.xfail(strict=False, reason="until the redesign lands")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports name their room"
-            yield node.module or ""
+            yield "." * node.level + (node.module or "")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_room_imports_only_from_those_above_it(path: Path) -> None:
-    allowed = ROOMS[: ROOMS.index(room_of(path)) + 1]
-    rooms = {name.split(".")[1] for name in imported(path) if name.startswith("stageline.")}
-    assert rooms <= set(allowed)
+def test_imports_are_absolute() -> None:
+    assert [p for p in FILES if any(name.startswith(".") for name in imported(p))] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_schedules_and_their_pictures_import_no_torch(path: Path) -> None:
-    if room_of(path) in TORCH_FREE:
-        assert not {"torch", "numpy"} & {name.split(".")[0] for name in imported(path)}
+def test_a_package_imports_only_from_those_above_it() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in MODULES
+        for name in imported(path)
+        if name.startswith("stageline.")
+        and PACKAGES.index(name.split(".")[1]) > PACKAGES.index(package_of(path))
+    ]
+    assert found == []
+
+
+def test_schedules_simulation_and_report_import_no_torch() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in MODULES
+        for name in imported(path)
+        if package_of(path) in TORCH_FREE and name.split(".")[0] in ("torch", "numpy")
+    ]
+    assert found == []
+
+
+@until_the_redesign_lands
+def test_no_file_is_long() -> None:
+    lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in FILES}
+    limits = dict.fromkeys(lengths, MAX_FILE) | {"pipeline.py": MAX_PIPELINE}
+    assert {name: size for name, size in lengths.items() if size > limits[name]} == {}
+
+
+@until_the_redesign_lands
+def test_no_function_is_long() -> None:
+    sizes = {}
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                sizes[f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}"] = size
+    assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION} == {}
+
+
+@until_the_redesign_lands
+def test_no_folder_has_many_files() -> None:
+    """Schedules have a file a family, however many there are."""
+    counts = Counter(str(path.parent.relative_to(SOURCE)) for path in FILES)
+    del counts["schedules/families"]
+    assert {name: count for name, count in counts.items() if count > MAX_FOLDER} == {}
+
+
+@until_the_redesign_lands
+def test_a_class_name_has_one_meaning() -> None:
+    """Models of the zoo may have layers of the same name."""
+    counts = Counter(
+        node.name
+        for path in FILES
+        if package_of(path) != "zoo"
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_the_public_names_are_those_of_the_design() -> None:
@@ -138,13 +198,14 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.alone
 def test_draw_answers_in_under_six_tenths_of_a_second() -> None:
+    """Of processor time, which others on the machine hardly change."""
     command = [str(Path(sys.executable).parent / "stageline"), "draw", "1f1b"]
 
     def seconds() -> float:
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        return time.perf_counter() - start
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])  # of processes that have ended
 
-    assert min(seconds() for _ in range(5)) < 0.6
+    assert any(seconds() < 0.6 for _ in range(5))

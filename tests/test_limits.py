@@ -17,10 +17,10 @@ import stageline as sl
 from stageline.arguments import check_arguments, shown
 from stageline.cli.app import BAD_INPUT, main
 from stageline.cli.launch import launch
-from stageline.planning.partition.pipedream import partition
+from stageline.planning.partition.pipedream import pipedream_partition
 from stageline.planning.partition.pipedream_graph import parse_graph
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
-from stageline.planning.profiling.repeat import repeated
+from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile
+from stageline.planning.profiling.repeat_layers import repeat_layers
 from stageline.zoo.cases import grouped
 
 LAYER = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
@@ -103,8 +103,8 @@ def test_searches_clusters_and_plans_have_limits(size: int, tmp_path: Path) -> N
         lambda: CLUSTER.device(size),
         lambda: sl.plan(PROFILE, CLUSTER, batch_size=size),
         lambda: PROFILE.at(size),
-        lambda: partition(GRAPH, size),
-        lambda: repeated(PROFILE, (size, 1)),
+        lambda: pipedream_partition(GRAPH, size),
+        lambda: repeat_layers(PROFILE, (size, 1)),
         lambda: sl.profile(MODEL, SAMPLE, sizes=[size]),
         lambda: sl.profile(MODEL, SAMPLE, ranks=size),
         lambda: sl.estimate(MODEL, SAMPLE, flops=1e9, bandwidth=1e9, sizes=[1, size]),

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import stageline as sl
-from stageline.planning.partition.pipedream import partition
+from stageline.planning.partition.pipedream import pipedream_partition
 from stageline.planning.partition.pipedream_graph import read_graph, to_profile
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
 
 
 def schedules() -> Iterator[str]:
@@ -46,7 +52,7 @@ def profile() -> Profile:
     twice = LayerCost(2e-3, 4e-3, 2e-3, 2000, 1600, 4096, 16, 20, 1e-5, 1e-5, 128)
     values = (ValueCost(-1, (0,), 64), ValueCost(0, (1, 2), 256, 32, (2,)), ValueCost(1, (2,), 256))
     sizes = (Measurement(1, (layer,) * 3, values), Measurement(2, (twice,) * 3, values))
-    return Profile(("a", "b", "c"), sizes, (Tied((0, 2), 4096),), "a device")
+    return Profile(("a", "b", "c"), sizes, (TiedParameter((0, 2), 4096),), "a device")
 
 
 def cluster() -> sl.Cluster:
@@ -147,7 +153,7 @@ def use_plan(path: Path) -> None:
 
 def use_graph(path: Path) -> None:
     graph = read_graph(path)
-    partition(graph, 4)
+    pipedream_partition(graph, 4)
     str(to_profile(graph))
 
 

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from stageline.planning.cluster.cluster import Cluster as Cluster
     from stageline.planning.cluster.cluster import Device as Device
     from stageline.planning.cluster.cluster import Level as Level
-    from stageline.planning.cluster.links import measure_links as measure_links
+    from stageline.planning.cluster.measure_links import measure_links as measure_links
     from stageline.planning.explain import explain as explain
-    from stageline.planning.plan import Plan as Plan
+    from stageline.planning.plan import plan as plan
+    from stageline.planning.plan_result import Plan as Plan
     from stageline.planning.profiling.estimate import estimate as estimate
-    from stageline.planning.profiling.measure import profile as profile
-    from stageline.planning.profiling.profile import Profile as Profile
-    from stageline.planning.profiling.rates import measure_rates as measure_rates
-    from stageline.planning.search.search import plan as plan
+    from stageline.planning.profiling.measure_rates import measure_rates as measure_rates
+    from stageline.planning.profiling.profile import profile as profile
+    from stageline.planning.profiling.profile_result import Profile as Profile
     from stageline.report.timeline import Timeline as Timeline
     from stageline.runtime.batches.result import StepResult as StepResult
     from stageline.schedules.action import Action as Action
@@ -73,9 +73,9 @@ _HOMES = {
     "ParityError": "errors",
     "Options": "options",
     "Pipeline": "pipeline",
-    "Plan": "planning.plan",
+    "Plan": "planning.plan_result",
     "PlanError": "errors",
-    "Profile": "planning.profiling.profile",
+    "Profile": "planning.profiling.profile_result",
     "Program": "schedules.program.program",
     "ReportError": "errors",
     "Schedule": "schedules.schedule",
@@ -93,10 +93,10 @@ _HOMES = {
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
     "lower": "schedules.program.lower",
-    "measure_links": "planning.cluster.links",
-    "measure_rates": "planning.profiling.rates",
-    "plan": "planning.search.search",
-    "profile": "planning.profiling.measure",
+    "measure_links": "planning.cluster.measure_links",
+    "measure_rates": "planning.profiling.measure_rates",
+    "plan": "planning.plan",
+    "profile": "planning.profiling.profile",
     "save": "checkpoint.save",
     "schedule_names": "schedules.build",
     "search_schedule": "schedules.search.search",

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache, wraps
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from stageline.errors import ModelError, ScheduleError, StagelineError
 
 SHORT = 60  # the most characters of a value that an error shows
 MOST_ITEMS = 30  # the most items of a collection that an error shows
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_size(
@@ -70,6 +82,40 @@ def check_arguments(
     for name, hint in _hints(function).items():
         if name in given and not _fits(given[name], hint):
             raise error(f"{name} is {shown(given[name])}, but has to be {_described(hint)}")
+
+
+def renamed_argument(**new_names: str) -> Callable[[F], F]:
+    """Let a function accept old names of its keyword arguments, with a `DeprecationWarning`.
+
+    >>> @renamed_argument(sample="example_inputs")
+    ... def profile(model: str, example_inputs: int) -> int:
+    ...     return example_inputs
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     profile("gpt", sample=3)
+    3
+    >>> print(caught[0].message)
+    the argument 'sample' of profile() is deprecated: use 'example_inputs'
+    """
+
+    def decorate(function: F) -> F:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old, new in new_names.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(f"{name}() got {old!r} and {new!r}, its new name: omit {old!r}")
+                message = f"the argument {old!r} of {name}() is deprecated: use {new!r}"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast("F", call)
+
+    return decorate
 
 
 def shown(value: object) -> str:

@@ -16,8 +16,8 @@ from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.options import Options
 from stageline.pipeline_setup import open_pipeline
-from stageline.planning.plan import Plan
-from stageline.planning.profiling.profile import Profile
+from stageline.planning.plan_result import Plan
+from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.replan import Replan
 from stageline.planning.replan_session import replan_session
 from stageline.report.timeline import Timeline

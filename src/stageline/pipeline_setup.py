@@ -14,7 +14,7 @@ from stageline.model.inputs import named_inputs
 from stageline.model.layers import LayerSequence
 from stageline.model.split import cut
 from stageline.options import Options
-from stageline.planning.plan import Plan, planned
+from stageline.planning.plan_result import Plan, sizes_from_plan
 from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.engine.session import Session
 from stageline.runtime.engine.setup import open_backend, open_session
@@ -60,7 +60,7 @@ def open_pipeline(
     if plan is not None:
         given = num_ranks, num_microbatches, balance
         names = [layer.name for layer in layers]
-        num_ranks, num_microbatches, balance = planned(plan, names, given)
+        num_ranks, num_microbatches, balance = sizes_from_plan(plan, names, given)
         schedule, recompute = plan.schedule, plan.recompute_modes
         options = replace(options, offload=options.offload or plan.chosen.offload)
     backend = backend or _default_backend(mesh)

@@ -11,13 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from time import monotonic, sleep
 from typing import IO
 
-from tests.distributed.forks import Forks, forks
-from tests.distributed.launch import WORKERS
+from tests.distributed.fork_servers import LOOPBACK, WORKERS, RankProcess, ranks
 
 import stageline as sl
 
@@ -66,31 +65,34 @@ def train_through_forks(
     """
     chance = random.Random(seed)
     folder.mkdir(parents=True)
-    with forks("fitting") as ranks:
-        for _ in range(kills):
-            processes = ranks.start(num_ranks, folder, str(folder), str(ENDLESS))
+    for attempt in range(kills):
+        with _training(folder, ENDLESS, num_ranks, attempt) as processes:
             sleep(chance.uniform(0, longest))
-            first = chance.choice(processes)
-            for process in (first, *processes):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-                sleep(chance.uniform(0, 0.3) if process == first else 0)
-            assert -signal.SIGKILL in ranks.codes()
-            yield newest_step(folder)
-        _train(ranks, folder, newest_step(folder) + MORE, num_ranks)
+            chance.choice(processes).kill()
+            sleep(chance.uniform(0, 0.3))
+        assert -signal.SIGKILL in [process.code for process in processes]
+        yield newest_step(folder)
+    _train(folder, newest_step(folder) + MORE, num_ranks, kills)
 
 
 def train_undisturbed(folder: Path, steps: int, num_ranks: int = 2) -> None:
-    """To the end, in processes that nobody kills."""
+    """Train to the end, in processes that nobody kills."""
     folder.mkdir(parents=True)
-    with forks("fitting") as ranks:
-        _train(ranks, folder, steps, num_ranks)
+    _train(folder, steps, num_ranks, 0)
 
 
-def _train(ranks: Forks, folder: Path, steps: int, num_ranks: int) -> None:
-    ranks.start(num_ranks, folder, str(folder), str(steps))
-    codes = ranks.codes()
-    assert codes == [0] * num_ranks, (codes, (folder / "output-0").read_text()[-3000:])
+def _train(folder: Path, steps: int, num_ranks: int, attempt: int) -> None:
+    with _training(folder, steps, num_ranks, attempt) as processes:
+        codes = [process.wait(LAST) for process in processes]
+    assert codes == [0] * num_ranks, (codes, processes[0].output[-3000:])
+
+
+def _training(
+    folder: Path, steps: int, num_ranks: int, attempt: int
+) -> AbstractContextManager[list[RankProcess]]:
+    environment = LOOPBACK | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    arguments = (str(folder), str(steps))
+    return ranks("fitting", num_ranks, *arguments, folder=folder, environment=environment)
 
 
 def newest_step(folder: Path) -> int:
@@ -105,7 +107,7 @@ def _start(
     command += [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
     return subprocess.Popen(
         [*command, str(WORKERS / "fitting.py"), str(folder), str(steps)],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", FRESH_STORE: "1"},
+        env=os.environ | LOOPBACK | {"OMP_NUM_THREADS": "1", FRESH_STORE: "1"},
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,

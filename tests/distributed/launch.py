@@ -1,25 +1,23 @@
-"""Start a script as several processes of one group, and never leave one behind."""
+"""Start a worker script as the processes of one group, and never leave one behind."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import NamedTuple
 
+from tests.distributed.fork_servers import ranks
+
 AFTERMATH = 8.0  # seconds in which all have to end, once one has failed
-WORKERS = Path(__file__).parent / "workers"
+KILLED = 10.0  # seconds in which a process that is killed is gone
 
 
 class Ended(NamedTuple):
     """How one process ended."""
 
-    code: int
+    code: int | None
     output: str
     seconds: float  # from the start of all of them
 
@@ -29,55 +27,25 @@ def launch(
     num_ranks: int,
     *arguments: str,
     timeout: float = 120.0,
-    environment: Mapping[str, str] | None = None,
+    stopped: Collection[int] = (),
 ) -> list[Ended]:
-    """By rank. Who has not ended when the time is over is killed.
+    """Return how each rank ended; those that have not when the time is over are killed.
 
-    Hashes of text differ from rank to rank, as they do under torchrun, and always in the same way.
+    Ranks that are `stopped` never end by themselves: they are killed when all others have ended.
     """
     start = monotonic()
-    port = str(free_port())
-    processes = []
-    try:
-        for rank in range(num_ranks):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
-            own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-            own |= {"PYTHONWARNINGS": "ignore:the rendezvous store listens"}
-            own |= {"PYTHONHASHSEED": str(rank + 1)}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKERS / f"{worker}.py"), *arguments],
-                    env=os.environ | own | dict(environment or {}),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
-        ends = []
-        for process in processes:
-            ends.append(_ended(process, start, timeout))
-            if ends[-1].code:  # the others should soon follow
-                timeout = min(timeout, ends[-1].seconds + AFTERMATH)
-        return ends
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _ended(process: subprocess.Popen[str], start: float, timeout: float) -> Ended:
-    try:
-        output, _ = process.communicate(timeout=max(0.1, start + timeout - monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    return Ended(process.returncode, output, monotonic() - start)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    with (
+        TemporaryDirectory() as folder,
+        ranks(worker, num_ranks, *arguments, folder=Path(folder)) as processes,
+    ):
+        ends: dict[int, Ended] = {}
+        for rank in sorted(range(num_ranks), key=lambda rank: rank in stopped):
+            process = processes[rank]
+            code = process.wait(0.0 if rank in stopped else start + timeout - monotonic())
+            if code is None:
+                process.kill()
+                code = process.wait(KILLED)
+            ends[rank] = Ended(code, process.output, monotonic() - start)
+            if code:  # the others should soon follow
+                timeout = min(timeout, ends[rank].seconds + AFTERMATH)
+        return [ends[rank] for rank in range(num_ranks)]

@@ -6,14 +6,12 @@ torch that took 3 to 4 s on a machine that was busy with other things.
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import NamedTuple
 
-from tests.distributed.forks import Forks
+from tests.distributed.fork_servers import LOOPBACK, ranks
 from tests.distributed.workers.faults import START_UP, TIMEOUT
 
 NUM_RANKS = 3
@@ -33,31 +31,19 @@ class Outcome(NamedTuple):
         return f"{self.seconds:.1f} s" + (" (!)" if self.problem else "")
 
 
-def strike(ranks: Forks, place: str, kind: str, culprit: int, folder: Path) -> Outcome:
-    """The one that is stopped does not end; all others have to, and to name it."""
-    processes = ranks.start(NUM_RANKS, folder, place, kind, str(culprit), str(folder))
+def strike(place: str, kind: str, culprit: int, folder: Path) -> Outcome:
+    """Return how the ranks end: all but one that is stopped have to, and to name the culprit."""
+    arguments = (place, kind, str(culprit), str(folder))
+    with ranks("faults", NUM_RANKS, *arguments, folder=folder, environment=LOOPBACK) as processes:
+        end = monotonic() + LONGEST
+        for rank, process in enumerate(processes):
+            if kind != "SIGSTOP" or rank != culprit:
+                process.wait(end - monotonic())
+    codes = [process.code for process in processes]
     others = [rank for rank in range(NUM_RANKS) if rank != culprit]
-    awaited = others if kind == "SIGSTOP" else range(NUM_RANKS)
-    start = monotonic()
-    while any(map(_is_alive, [processes[rank] for rank in awaited])):
-        if monotonic() > start + LONGEST:
-            break
-        sleep(0.05)
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    codes = ranks.codes()
     seconds = max(_time(folder / f"ended-{rank}") for rank in others) - _time(folder / "struck")
-    outputs = [(folder / f"output-{rank}").read_text() for rank in range(NUM_RANKS)]
+    outputs = [process.output for process in processes]
     return Outcome(seconds, outputs, _problem(place, kind, culprit, codes, seconds, outputs))
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _time(path: Path) -> float:
@@ -68,7 +54,7 @@ def _problem(
     place: str,
     kind: str,
     culprit: int,
-    codes: list[int],
+    codes: list[int | None],
     seconds: float,
     outputs: list[str],
 ) -> str | None:

@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.distributed.forks import forks
 from tests.distributed.launch import launch
 from tests.distributed.strike import strike
 from tests.distributed.workers.faults import KINDS, PLACES
@@ -31,12 +30,11 @@ def test_any_fault_anywhere_ends_every_rank(tmp_path: Path) -> None:
 
 
 def check(cases: Sequence[tuple[str, str, int]], folder: Path) -> None:
-    with forks("faults") as ranks:
-        for number, case in enumerate(cases):
-            own = folder / str(number)
-            own.mkdir()
-            outcome = strike(ranks, *case, own)
-            assert outcome.problem is None, (case, outcome.problem)
+    for number, case in enumerate(cases):
+        own = folder / str(number)
+        own.mkdir()
+        outcome = strike(*case, own)
+        assert outcome.problem is None, (case, outcome.problem)
 
 
 def test_one_rank_that_saves_alone_is_told_who_does_not_take_part(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.distributed.launch import launch
 from tests.distributed.test_run_command import stageline
 
 import stageline as sl
-from stageline.planning.cluster.links import LARGE
+from stageline.planning.cluster.measure_links import LARGE
 
 
 def test_a_slow_network_is_told_from_fast_machines_by_every_rank() -> None:
@@ -40,7 +40,10 @@ def test_a_rank_that_ends_meanwhile_is_told_by_the_others() -> None:
     ends = launch("links", 3, "a,leaves,c", "0")
     assert [ended.code for ended in ends] == [1, 3, 1]
     for rank in (0, 2):
-        assert f"StageError: rank {rank} lost touch with another while links" in ends[rank].output
+        assert (
+            f"StageError: rank {rank} lost the connection to another rank while"
+            in ends[rank].output
+        )
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
 
 
 def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands() -> None:
-    ends = launch("failing", 3, "SIGSTOP", timeout=25.0)
+    ends = launch("failing", 3, "SIGSTOP", timeout=25.0, stopped=[1])
     for ended in (ends[0], ends[2]):
         assert ended.code == 1
         assert "has waited 4 s for" in ended.output
@@ -127,10 +127,10 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
         ),
         ("evaluate", "exit", "rank 1 is gone: its connection broke"),
         pytest.param(
-            *("first", "stop", "for all ranks to share what they are about to do, longer"),
+            *("first", "stop", "for all ranks to share a plan, longer"),
             marks=pytest.mark.slow,
         ),
-        ("step", "shapes", "do all ranks have batches of the same shapes and types?"),
+        ("step", "shapes", "do all ranks have batches of the same shapes and dtypes?"),
     ],
 )
 def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message: str) -> None:
@@ -151,9 +151,7 @@ def test_a_rank_that_does_not_take_part_is_told_of(what: str, how: str, message:
 def test_models_that_are_hard_to_cut_have_the_bits_of_a_plain_loop(
     num_ranks: int, what: str, message: str
 ) -> None:
-    for ended in launch(
-        "borders", num_ranks, str(num_ranks), what, environment={"PYTHONPATH": "."}
-    ):
+    for ended in launch("borders", num_ranks, str(num_ranks), what):
         assert ended.code == 0, ended.output
         assert "verified" in ended.output, ended.output
         assert message in ended.output, ended.output

@@ -23,10 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stageline.costs import Costs
 from stageline.model.layers import INPUT, LayerSequence
 from stageline.pipeline import Pipeline
-from stageline.planning.cluster.cluster import Cluster
-from stageline.planning.partition.stages import Cut, Machines, stage_costs
+from stageline.planning.cluster.cluster import Cluster, Level
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_costs import StageCut, stage_costs
 from stageline.planning.profiling.estimate import estimate
-from stageline.planning.profiling.profile import Profile
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    TiedParameter,
+    ValueCost,
+)
 from stageline.report.memory import peak_memory
 from stageline.runtime.settings import LossFunction
 from stageline.runtime.stage.stage import Stage
@@ -198,7 +205,7 @@ def stepped(name: str, **options: Any) -> Pipeline:
 
 
 def watched(name: str, pipe: Pipeline) -> Watch:
-    """During another step."""
+    """Measure another step."""
     _, _, inputs, target = make(name)
     modules = pipe.layers.modules
     gradients = [weight.grad for weight in modules.parameters() if weight.grad is not None]
@@ -212,14 +219,16 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     profile = estimated(name)
     num_ranks = pipe.schedule.num_ranks
     balance = tuple(len(numbers) for numbers in pipe._session.assembly.layout.stages)
-    cut = Cut(balance, pipe.schedule.placement, (recompute,) * len(balance))
+    cut = StageCut(balance, pipe.schedule.placement, (recompute,) * len(balance))
     there = profile.at(SAMPLES)
     lasting = tuple(replace(layer, momentary=0.0) for layer in there.layers)  # what `watched` sees
     return stage_costs(
         replace(there, layers=lasting),
         profile.tied,
         cut,
-        Machines.of(Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1),
+        RankDevices.of_pipelines(
+            Cluster(num_devices=num_ranks, memory="1GB"), num_ranks, replicas=1
+        ),
         in_halves=any(a.kind is Kind.I for row in pipe.schedule.actions for a in row),
         optimizer=optimizer,
     )
@@ -238,7 +247,7 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     ],
 )
 @pytest.mark.parametrize("name", SLOW_ONE_LAST)
-def test_activations_are_those_of_the_model(
+def test_predicted_activations_equal_those_of_a_running_pipeline(
     name: str, schedule: str, num_ranks: int, recompute: str
 ) -> None:
     """But for losses, 4 bytes for each micro-batch on the last rank, and the recomputed one's."""
@@ -253,7 +262,9 @@ def test_activations_are_those_of_the_model(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", SLOW_ONE_LAST)
-def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> None:
+def test_predicted_static_memory_equals_that_of_a_running_pipeline(
+    name: str, num_ranks: int
+) -> None:
     """A weight that layers on several ranks use is on each of them, with a gradient by layer."""
     pipe = stepped(name, num_ranks=num_ranks)
     costs = costs_of(name, pipe, recompute=False)
@@ -273,3 +284,47 @@ def test_what_is_always_held_is_that_of_the_model(name: str, num_ranks: int) -> 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_costs_of_a_stage_from_its_layers_reads_and_sends() -> None:
+    layers = (
+        LayerCost(1, 2, 3, 10, 6, 100, 8, waiting=1, halving=0.5),
+        LayerCost(2, 3, 4, 20, 15, 200, 0, waiting=2, halving=0.25),
+        LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
+    )
+    values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
+    cut = StageCut((1, 2), (0, 1), (False, False))
+    joined = Cluster(2, "1TiB", levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
+    cluster = RankDevices.of_pipelines(joined, num_ranks=2, replicas=1)
+    tied = (TiedParameter((0, 2), 100),)
+    measurement = Measurement(1, layers, values)
+    costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
+    assert costs.per_stage("forward", 2) == (1.5, 6.25)
+    assert costs.per_stage("input_grad", 2) == (2, 8)
+    assert costs.per_stage("weight_grad", 2) == (3, 10)
+    assert costs.per_stage("transfer", 2) == (0.5 + 5 / 10, 0)
+    assert costs.per_stage("activation", 2) == (10 + 1, 60 + 5)
+    assert costs.per_stage("retained", 2) == (6, 50 + 5)
+    assert costs.per_stage("waiting", 2) == (1, 6)
+    assert costs.per_stage("parameters", 2) == (108, 300)  # on two ranks, so both hold the tied one
+    assert costs.per_stage("optimizer_state", 2) == (200, 600)  # of parameters, not of buffers
+    whole = stage_costs(measurement, tied, cut, cluster, in_halves=False, optimizer="sgd")
+    assert whole.per_stage("forward", 2) == (1, 6)
+    assert whole.per_stage("waiting", 2) == (0, 0)
+    assert whole.per_stage("optimizer_state", 2) == (0, 0)
+    again = StageCut((1, 2), (0, 1), (False, True))
+    less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
+    assert less.per_stage("activation", 2) == (11, 5)
+    assert less.per_stage("recompute", 2) == (0, 6)
+    assert less.per_stage("working_set", 2) == (0, 60)
+    assert less.per_stage("waiting", 2) == (1, 6 + 50)  # what was brought back for I stays until W
+
+
+def test_a_weight_tied_within_a_rank_is_held_once() -> None:
+    layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
+    cut = StageCut((1, 1), (0, 0), (False, False))
+    measurement = Measurement(1, layers, ())
+    tied = (TiedParameter((0, 1), 100),)
+    machines = RankDevices.of_pipelines(Cluster(1, "1TiB"), num_ranks=1, replicas=1)
+    costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
+    assert costs.per_stage("parameters", 2) == (100, 0)

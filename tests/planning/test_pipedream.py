@@ -1,209 +1,82 @@
-"""PipeDream's profiles and plans.
+"""PipeDream's optimizer.
 
-`tests/figures/vgg16.graph.txt` is the profile of VGG-16 that PipeDream published
-(github.com/msr-fiddle/pipedream, profiler/image_classification/profiles/vgg16); the figures that
-its own optimizer reports for it at 1e9 bytes a second are the bar.
+The figures that PipeDream's own optimizer reports for VGG-16 at 1e9 bytes per second are the
+reference.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.planning.test_pipedream_graph import ONE_WORKER, VGG16, node, refused
 
-from stageline.errors import PlanError
 from stageline.planning.partition import pipedream
-from stageline.planning.partition.partition import split
-from stageline.planning.partition.pipedream import PipedreamPlan, Stage, partition
-from stageline.planning.partition.pipedream_graph import Graph, parse_graph, read_graph, to_profile
-
-VGG16 = Path(__file__).parents[1] / "figures" / "vgg16.graph.txt"
-ONE_WORKER = 0.672535  # seconds a micro-batch
-
-
-def node(name: str, kind: str = "Linear", **costs: float | str) -> str:
-    fields = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-    given = {"forward": 1.0, "backward": 2.0, "activation": 1000.0, "parameters": 0.0} | costs
-    numbers = ", ".join(
-        f"{field}={value}" for field, value in zip(fields, given.values(), strict=True)
-    )
-    return f"{name} -- {kind} -- {numbers}"
-
-
-def refused(message: str) -> Any:
-    return pytest.raises(PlanError, match=f"^{re.escape(message)}$")
-
-
-#      ┌── b ── c ──┐
-#  a ──┤            ├── e        and a pair of outputs, as recurrent layers have
-#      └───── d ────┘
-BRANCHES = "\n".join(
-    [
-        node("node5", "Add", forward=0.0, backward=0.0),
-        node("node3", activation="[300.0; 20.0; 4.0]", parameters=64.0),
-        node("node1", "Input", forward=9.0, backward=0.0, activation=50.0),
-        node("node10", "Conv", activation=8.0) + " -- stage_id=1",
-        node("node2", parameters=32.0) + " -- stage_id=0",
-        node("node4", backward=5.0),
-        *("\tnode4 -- node5", "\tnode10 -- node5", "\tnode1 -- node2", "\tnode2 -- node3"),
-        *("\tnode3 -- node4", "\tnode2 -- node10", ""),
-    ]
+from stageline.planning.partition.one_stage_per_rank import split_layers
+from stageline.planning.partition.pipedream import (
+    PipedreamPlan,
+    PipedreamStage,
+    pipedream_partition,
 )
-
-
-def test_a_graph_is_read_in_the_order_in_which_it_can_run() -> None:
-    graph = parse_graph(BRANCHES)
-    assert [layer.name for layer in graph.layers] == ["node2", "node3", "node4", "node10", "node5"]
-    assert [layer.reads for layer in graph.layers[3:]] == [("node2",), ("node4", "node10")]
-    assert [layer.activation for layer in graph.layers] == [1000.0, 324.0, 1000.0, 8.0, 1000.0]
-    assert (graph.layers[2].forward, graph.layers[2].backward) == (0.001, 0.005)
-
-
-def test_inputs_are_no_layers() -> None:
-    graph = parse_graph(BRANCHES)
-    assert [given.name for given in graph.inputs] == ["node1"]
-    assert graph.readers() == {
-        "node1": (0,),
-        "node2": (1, 3),
-        "node3": (2,),
-        "node4": (4,),
-        "node10": (4,),
-        "node5": (),
-    }
-
-
-def test_vgg16_is_read_whole() -> None:
-    graph = read_graph(VGG16)
-    assert [layer.name for layer in graph.layers] == [f"node{i}" for i in range(2, 42)]
-    assert sum(layer.forward + layer.backward for layer in graph.layers) == pytest.approx(
-        ONE_WORKER
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the graph has no nodes, but needs one at least, like 'node1 -- Input -- …'"),
-        (
-            "node1 -- Linear",
-            (
-                "line 1 of the graph has 2 parts between ' -- ', but a node has 3: "
-                "write its name, what it is, and its costs"
-            ),
-        ),
-        (
-            node("a") + "\nb -- Linear -- forward_compute_time=1, activation_size=3",
-            (
-                "line 2 of the graph has no backward_compute_time, but a node needs "
-                "forward_compute_time, backward_compute_time, activation_size, parameter_size: "
-                "add it"
-            ),
-        ),
-        (
-            node("a", forward=-1.5),
-            "line 1 of the graph has forward_compute_time=-1.5, but has to have a number from 0 up",
-        ),
-        (
-            node("a", activation="[1.0; x]"),
-            "line 1 of the graph has activation_size=[1.0; x], but has to have a number from 0 up",
-        ),
-        (
-            node("a", parameters="nan"),
-            "line 1 of the graph has parameter_size=nan, but has to have a number from 0 up",
-        ),
-        (
-            node("a") + "\n" + node("a"),
-            "line 2 of the graph has 'a' again: give each node one line",
-        ),
-        (
-            node("a") + "\n\ta --",
-            (
-                "line 2 of the graph is 'a --', but an indented line is an edge: "
-                "write it like 'node1 -- node2'"
-            ),
-        ),
-        (
-            node("a") + "\n\ta -- b",
-            "the graph has an edge of 'b', but no node of that name: add its line",
-        ),
-        (
-            "\n".join([node("a"), node("b"), "\ta -- b", "\tb -- a"]),
-            "the graph has a circle through or before 'a': remove one of its edges",
-        ),
-    ],
+from stageline.planning.partition.pipedream_graph import (
+    PipedreamGraph,
+    parse_graph,
+    read_graph,
 )
-def test_a_faulty_graph_is_refused_with_its_line(text: str, message: str) -> None:
-    with refused(message):
-        parse_graph(text)
-
-
-def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
-    path = tmp_path / "graph.txt"
-    path.write_text("node1")
-    with pytest.raises(PlanError, match=re.escape(f"line 1 of {str(path)!r} has 1 parts")):
-        read_graph(path)
-    with pytest.raises(PlanError, match="cannot be read"):
-        read_graph(tmp_path / "nowhere.txt")
-
-
-def test_a_graph_as_a_profile() -> None:
-    profile = to_profile(parse_graph(BRANCHES))
-    measurement = profile.at(1)
-    assert profile.names == ("node2", "node3", "node4", "node10", "node5")
-    assert (measurement.layers[0].input_grad, measurement.layers[0].weight_grad) == (0.001, 0.001)
-    assert (measurement.layers[2].input_grad, measurement.layers[2].weight_grad) == (0.005, 0.0)
-    assert [(value.writer, value.readers, value.size) for value in measurement.values] == [
-        *((-1, (0,), 50.0), (0, (1, 3), 1000.0), (1, (2,), 324.0)),
-        *((2, (4,), 1000.0), (3, (4,), 8.0)),
-    ]
 
 
 @pytest.mark.parametrize(
     ("workers", "stages", "bottleneck"),
     [
-        (1, (Stage(0, 40, 1),), ONE_WORKER),
-        (2, (Stage(0, 10, 1), Stage(10, 40, 1)), 0.411041792),
-        (4, (Stage(0, 17, 3), Stage(17, 40, 1)), 0.205520896),
-        (8, (Stage(0, 24, 7), Stage(24, 40, 1)), 0.103833170),
-        (16, (Stage(0, 24, 13), Stage(24, 31, 2), Stage(31, 40, 1)), 0.056529767),
+        (1, (PipedreamStage(0, 40, 1),), ONE_WORKER),
+        (2, (PipedreamStage(0, 10, 1), PipedreamStage(10, 40, 1)), 0.411041792),
+        (4, (PipedreamStage(0, 17, 3), PipedreamStage(17, 40, 1)), 0.205520896),
+        (8, (PipedreamStage(0, 24, 7), PipedreamStage(24, 40, 1)), 0.103833170),
+        (
+            16,
+            (PipedreamStage(0, 24, 13), PipedreamStage(24, 31, 2), PipedreamStage(31, 40, 1)),
+            0.056529767,
+        ),
     ],
 )
 def test_vgg16_is_cut_as_pipedream_cuts_it(
-    workers: int, stages: tuple[Stage, ...], bottleneck: float
+    workers: int, stages: tuple[PipedreamStage, ...], bottleneck: float
 ) -> None:
     """Its figures are for 4 and 8 workers; the others are what its formula has as the least."""
-    plan = partition(read_graph(VGG16), workers)
+    plan = pipedream_partition(read_graph(VGG16), workers)
     assert plan.stages == stages
     assert plan.bottleneck == pytest.approx(bottleneck, abs=1e-9)
 
 
-def test_without_replicas_vgg16_has_nothing_to_gain_from_a_third_worker() -> None:
+def test_without_replicas_a_third_worker_does_not_speed_up_vgg16() -> None:
     """Up to layer 10 a cut sends 205,520,896 bytes or more, there and back in 0.41 s; every cheaper
     one comes later, and leaves the first worker with more than that to compute.
     """
-    plans = [partition(read_graph(VGG16), workers, replicate=False) for workers in (2, 4, 16)]
-    assert {plan.stages for plan in plans} == {(Stage(0, 10, 1), Stage(10, 40, 1))}
+    plans = [
+        pipedream_partition(read_graph(VGG16), workers, replicate=False) for workers in (2, 4, 16)
+    ]
+    assert {plan.stages for plan in plans} == {
+        (PipedreamStage(0, 10, 1), PipedreamStage(10, 40, 1))
+    }
 
 
 def test_a_fast_network_spreads_layers_over_all_workers() -> None:
     graph = read_graph(VGG16)
-    alone = partition(graph, 4, bandwidth=1e15, replicate=False)
+    alone = pipedream_partition(graph, 4, bandwidth=1e15, replicate=False)
     costs = [layer.forward + layer.backward for layer in graph.layers]
-    balance = split(costs, 4)
+    balance = split_layers(costs, 4)
     ends = [sum(balance[:stage]) for stage in range(5)]
     least = max(sum(costs[a:b]) for a, b in pairwise(ends))
     assert alone.bottleneck == pytest.approx(least)
-    shared = partition(graph, 4, bandwidth=1e15)
+    shared = pipedream_partition(graph, 4, bandwidth=1e15)
     assert shared.bottleneck == pytest.approx(ONE_WORKER / 4, rel=1e-5)
 
 
-def test_a_branch_is_taken_whole_whatever_the_order_of_its_lines() -> None:
+def test_a_branch_stays_in_one_stage_in_any_order_of_its_lines() -> None:
     """Two branches of three layers, of which only the last has a small output."""
     names = ["a", "b1", "c1", "b2", "c2", "b3", "c3", "d"]
     time = dict.fromkeys(names, 10.0) | {"a": 0.0, "d": 0.0}
@@ -211,13 +84,15 @@ def test_a_branch_is_taken_whole_whatever_the_order_of_its_lines() -> None:
     lines = [node(n, forward=time[n], backward=0.0, activation=size[n]) for n in names]
     paths = [["a", "b1", "b2", "b3", "d"], ["a", "c1", "c2", "c3", "d"]]
     edges = [f"\t{x} -- {y}" for path in paths for x, y in pairwise(path)]
-    plan = partition(parse_graph("\n".join(lines + edges)), 2, bandwidth=1e6, replicate=False)
+    plan = pipedream_partition(
+        parse_graph("\n".join(lines + edges)), 2, bandwidth=1e6, replicate=False
+    )
     assert plan.bottleneck == pytest.approx(0.030)
     first = set(plan.order[: plan.stages[0].stop])
     assert first in ({"a", "b1", "b2", "b3"}, {"a", "c1", "c2", "c3"})
 
 
-def all_states(graph: Graph) -> list[frozenset[str]]:
+def all_states(graph: PipedreamGraph) -> list[frozenset[str]]:
     names = [layer.name for layer in graph.layers]
     reads = {layer.name: set(layer.reads) for layer in graph.layers}
     sets = (frozenset(c) for size in range(len(names) + 1) for c in combinations(names, size))
@@ -225,7 +100,7 @@ def all_states(graph: Graph) -> list[frozenset[str]]:
 
 
 def stage_time(
-    graph: Graph, old: frozenset[str], new: frozenset[str], replicas: int, bandwidth: float
+    graph: PipedreamGraph, old: frozenset[str], new: frozenset[str], replicas: int, bandwidth: float
 ) -> float:
     def sent(state: frozenset[str]) -> float:
         read = {name for layer in graph.layers if layer.name not in state for name in layer.reads}
@@ -239,7 +114,7 @@ def stage_time(
 
 
 def all_bottlenecks(
-    graph: Graph, workers: int, bandwidth: float, most_replicas: int
+    graph: PipedreamGraph, workers: int, bandwidth: float, most_replicas: int
 ) -> Iterator[float]:
     states = all_states(graph)
 
@@ -256,7 +131,7 @@ def all_bottlenecks(
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Graph:
+def graphs(draw: st.DrawFn) -> PipedreamGraph:
     size = draw(st.integers(1, 5))
     costs = st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
     fields = ("forward", "backward", "activation", "parameters")
@@ -268,8 +143,8 @@ def graphs(draw: st.DrawFn) -> Graph:
     return parse_graph("\n".join(draw(st.permutations(lines)) + edges))
 
 
-def check_plan(graph: Graph, plan: PipedreamPlan, bandwidth: float) -> None:
-    """It is what it says: its stages are in an order that can run, and cost that much."""
+def check_plan(graph: PipedreamGraph, plan: PipedreamPlan, bandwidth: float) -> None:
+    """Check that the stages of a plan are in a valid order, and have its bottleneck."""
     seen: set[str] = set()
     for layer in plan.order:
         assert set(next(node for node in graph.layers if node.name == layer).reads) <= seen
@@ -285,10 +160,10 @@ def check_plan(graph: Graph, plan: PipedreamPlan, bandwidth: float) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(1, 3), st.booleans(), st.sampled_from([300.0, 1000.0, 1e5]))
-def test_a_plan_is_the_best_of_all(
-    graph: Graph, workers: int, replicate: bool, bandwidth: float
+def test_a_plan_is_the_best_of_all_plans(
+    graph: PipedreamGraph, workers: int, replicate: bool, bandwidth: float
 ) -> None:
-    plan = partition(graph, workers, bandwidth, replicate=replicate)
+    plan = pipedream_partition(graph, workers, bandwidth, replicate=replicate)
     check_plan(graph, plan, bandwidth)
     assert plan.num_workers <= workers
     most_replicas = workers if replicate else 1
@@ -310,7 +185,7 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
         ]
     ]
     graph = parse_graph("\n".join(lines + edges))
-    plan = partition(graph, 2, replicate=False)
+    plan = pipedream_partition(graph, 2, replicate=False)
     check_plan(graph, plan, 1e9)
     assert plan.bottleneck == pytest.approx(19 * 0.003)
     assert len(pipedream._states(graph)) == 39
@@ -322,15 +197,15 @@ def test_a_graph_with_too_many_states_is_cut_in_the_order_of_its_layers() -> Non
         ({"num_workers": 0}, "num_workers is 0, but has to be a whole number from 1 up"),
         (
             {"num_workers": 1, "bandwidth": 0},
-            "bandwidth is 0, but has to be finite and above 0: give bytes a second",
+            "bandwidth is 0, but has to be finite and above 0: give bytes per second",
         ),
     ],
 )
-def test_an_impossible_plan_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_workers_and_bandwidths_are_refused(given: dict[str, Any], message: str) -> None:
     with refused(message):
-        partition(parse_graph(node("a")), **given)
+        pipedream_partition(parse_graph(node("a")), **given)
 
 
-def test_a_graph_of_inputs_only_is_refused() -> None:
-    with refused("the graph has inputs only, but a plan needs a layer at least: add its line"):
-        partition(parse_graph(node("a", "Input")), 1)
+def test_a_graph_without_layers_is_refused() -> None:
+    with refused("the graph has only inputs, but a plan needs at least one layer: add its line"):
+        pipedream_partition(parse_graph(node("a", "Input")), 1)

@@ -8,86 +8,42 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planning.small_layers import cluster_of, profile_of
 from torch import nn
 
 import stageline as sl
 from stageline.planning.cluster.cluster import Cluster, Device, Level
 from stageline.planning.explain import explain
-from stageline.planning.partition.stages import Cut, Machines, stage_costs
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile, Tied, ValueCost
-from stageline.planning.search.layouts import Task
-from stageline.planning.search.search import FEW_RANKS, FOUND_BY_SEARCH, NEAR, SURE, scaled_up
-from stageline.planning.search.ways import SCHEDULES, Ways, built
+from stageline.planning.profiling.profile_result import (
+    LayerCost,
+    Measurement,
+    Profile,
+    ValueCost,
+)
+from stageline.planning.search.candidate_builder import CandidateBuilder
+from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES, build_sized
+from stageline.planning.search.enumerate_candidates import enumerate_candidates
+from stageline.planning.search.memory_check import excess_bytes, excess_bytes_from_fewer_ranks
+from stageline.planning.search.predict_time import seconds_from_fewer_ranks
+from stageline.planning.search.search import (
+    FEW_RANKS,
+    FEW_RANKS_ERROR,
+    FOUND_BY_SEARCH,
+    SHORT_RUN_MARGIN,
+)
+from stageline.planning.search.training_layouts import PlanRequest
 
 MIB = 2**20
 TIMES = ("forward", "input_grad", "weight_grad")
 
 
-def profile_of(
-    times: list[float], *, activation: float = 0.0, parameters: float = 0.0, message: float = 0.0
-) -> Profile:
-    """Layers in a chain that take so long forward, and twice as long backward."""
-    costs = tuple(LayerCost(t, t, t, activation, activation, parameters, 0) for t in times)
-    values = tuple(ValueCost(n, (n + 1,), message) for n in range(len(times) - 1))
-    names = tuple(f"layer{n}" for n in range(len(times)))
-    return Profile(names, (Measurement(1, costs, values),))
-
-
-def cluster_of(num_devices: int, memory: float | str = "1TiB", **options: Any) -> Cluster:
-    return Cluster(num_devices=num_devices, memory=memory, **options)
-
-
-def test_a_stage_costs_what_its_layers_do_and_what_it_reads_and_sends() -> None:
-    layers = (
-        LayerCost(1, 2, 3, 10, 6, 100, 8, waiting=1, halving=0.5),
-        LayerCost(2, 3, 4, 20, 15, 200, 0, waiting=2, halving=0.25),
-        LayerCost(4, 5, 6, 40, 35, 100, 0, waiting=4),
-    )
-    values = (ValueCost(0, (1, 2), 5, unsaved=1), ValueCost(1, (2,), 7))
-    cut = Cut((1, 2), (0, 1), (False, False))
-    joined = cluster_of(2, levels=(Level("machine", 2, bandwidth=10, latency=0.5),))
-    cluster = Machines.of(joined, num_ranks=2, replicas=1)
-    tied = (Tied((0, 2), 100),)
-    measurement = Measurement(1, layers, values)
-    costs = stage_costs(measurement, tied, cut, cluster, in_halves=True, optimizer="adamw")
-    assert costs.per_stage("forward", 2) == (1.5, 6.25)
-    assert costs.per_stage("input_grad", 2) == (2, 8)
-    assert costs.per_stage("weight_grad", 2) == (3, 10)
-    assert costs.per_stage("transfer", 2) == (0.5 + 5 / 10, 0)
-    assert costs.per_stage("activation", 2) == (10 + 1, 60 + 5)
-    assert costs.per_stage("retained", 2) == (6, 50 + 5)
-    assert costs.per_stage("waiting", 2) == (1, 6)
-    assert costs.per_stage("parameters", 2) == (108, 300)  # on two ranks, so both hold the tied one
-    assert costs.per_stage("optimizer_state", 2) == (200, 600)  # of parameters, not of buffers
-    whole = stage_costs(measurement, tied, cut, cluster, in_halves=False, optimizer="sgd")
-    assert whole.per_stage("forward", 2) == (1, 6)
-    assert whole.per_stage("waiting", 2) == (0, 0)
-    assert whole.per_stage("optimizer_state", 2) == (0, 0)
-    again = Cut((1, 2), (0, 1), (False, True))
-    less = stage_costs(measurement, tied, again, cluster, in_halves=True, optimizer="sgd")
-    assert less.per_stage("activation", 2) == (11, 5)
-    assert less.per_stage("recompute", 2) == (0, 6)
-    assert less.per_stage("working_set", 2) == (0, 60)
-    assert less.per_stage("waiting", 2) == (1, 6 + 50)  # what was brought back for I stays until W
-
-
-def test_a_weight_that_two_layers_of_a_rank_share_is_held_once() -> None:
-    layers = (LayerCost(1, 1, 1, 0, 0, 100, 0),) * 2
-    cut = Cut((1, 1), (0, 0), (False, False))
-    measurement = Measurement(1, layers, ())
-    tied = (Tied((0, 1), 100),)
-    machines = Machines.of(cluster_of(1), num_ranks=1, replicas=1)
-    costs = stage_costs(measurement, tied, cut, machines, in_halves=False, optimizer="sgd")
-    assert costs.per_stage("parameters", 2) == (100, 0)
-
-
-def test_one_device_takes_all_and_needs_no_pipeline() -> None:
+def test_one_device_gets_all_layers() -> None:
     plan = sl.plan(profile_of([1, 2, 3]), cluster_of(1), batch_size=4)
     assert plan.balance == (3,)
     assert plan.chosen.seconds == pytest.approx(4 * 3 * 6)
 
 
-def test_replicas_win_while_the_model_fits_and_a_pipeline_when_it_does_not() -> None:
+def test_replicas_are_chosen_if_the_model_fits_and_a_pipeline_if_not() -> None:
     profile = profile_of([1.0] * 8, parameters=MIB)
     roomy = sl.plan(profile, cluster_of(4, "64MiB"), batch_size=16)
     assert (roomy.chosen.num_ranks, roomy.chosen.replicas) == (1, 4)
@@ -96,7 +52,7 @@ def test_replicas_win_while_the_model_fits_and_a_pipeline_when_it_does_not() -> 
     assert max(tight.peak_memory) <= 12 * MIB
 
 
-def test_forwards_are_run_again_only_where_memory_is_short() -> None:
+def test_only_stages_that_lack_memory_are_recomputed() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     slow = (Level("wire", 4, bandwidth=MIB / 10),)  # so that no replicas are summed over it
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
@@ -107,7 +63,7 @@ def test_forwards_are_run_again_only_where_memory_is_short() -> None:
     assert roomy.chosen.seconds < plan.chosen.seconds
 
 
-def test_activations_wait_on_the_host_if_they_get_there_in_time() -> None:
+def test_activations_are_offloaded_if_the_host_is_fast_enough() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
     for bandwidth, is_offloaded in ((2 * MIB, True), (MIB / 4, False)):
@@ -118,13 +74,13 @@ def test_activations_wait_on_the_host_if_they_get_there_in_time() -> None:
         assert max(plan.peak_memory) <= 5.1 * MIB
 
 
-def test_a_pipeline_moves_activations_if_its_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_offloads_activations_if_its_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     cluster = cluster_of(4, "5.1MiB", host_bandwidth=2 * MIB)
     options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"], "num_ranks": 4}
     plan = sl.plan(profile, cluster, batch_size=8, **options)
     asked: list[torch.device] = []
-    monkeypatch.setattr("stageline.pipeline.host_memory", asked.append)
+    monkeypatch.setattr("stageline.runtime.engine.assembly.host_memory", asked.append)
     layers = [sl.Layer(f"layer{n}", nn.Linear(2, 2)) for n in range(4)]
     sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, devices=["cpu"] * 4)
     assert len(asked) == 4
@@ -139,12 +95,12 @@ def test_a_slow_device_gets_fewer_layers() -> None:
     assert plan.balance == (6, 3)
 
 
-def test_no_schedule_that_was_not_chosen_is_faster() -> None:
-    """All of them, one by one, against the choice among all."""
+def test_no_other_schedule_is_faster_than_the_chosen_one() -> None:
+    """Each schedule is planned on its own, and compared with the choice among all."""
     profile = profile_of([1.0, 1.5, 1.0, 2.0, 1.0, 1.0, 0.5, 1.0], activation=MIB, parameters=MIB)
     cluster = cluster_of(4, "28MiB")
     chosen = sl.plan(profile, cluster, batch_size=12)
-    for name in SCHEDULES:
+    for name in DEFAULT_SCHEDULES:
         try:
             alone = sl.plan(profile, cluster, batch_size=12, schedules=[name])
         except sl.PlanError:
@@ -152,7 +108,7 @@ def test_no_schedule_that_was_not_chosen_is_faster() -> None:
         assert alone.chosen.seconds >= chosen.chosen.seconds
 
 
-def test_the_expectation_is_what_the_simulator_says_of_the_saved_plan(tmp_path: Path) -> None:
+def test_a_saved_plan_simulates_to_its_predicted_time(tmp_path: Path) -> None:
     profile = profile_of([1.0] * 6, activation=MIB, parameters=MIB, message=10.0)
     cluster = cluster_of(2, "1GiB", levels=(Level("wire", 2, 1e3, 1e-3),))
     plan = sl.plan(profile, cluster, batch_size=8, schedules=["zb_h1"])
@@ -180,7 +136,7 @@ def test_a_pipeline_follows_its_plan() -> None:
     pipe.verify(x, y)
 
 
-def test_what_explains_a_difference_is_told_part_by_part() -> None:
+def test_explain_divides_the_difference_into_parts() -> None:
     profile = profile_of([0.010] * 4, activation=MIB, parameters=MIB)
     cluster = cluster_of(2, "13MiB")
     plan = sl.plan(profile, cluster, batch_size=8, schedules=["1f1b"])
@@ -197,7 +153,7 @@ def test_what_explains_a_difference_is_told_part_by_part() -> None:
         explain(plan, [sl.simulate(other)])
 
 
-def test_what_the_plan_expects_is_drawn_over_the_step_of_median_time(tmp_path: Path) -> None:
+def test_the_predicted_timeline_is_drawn_over_the_median_step(tmp_path: Path) -> None:
     plan = sl.plan(profile_of([0.010] * 4), cluster_of(2), batch_size=8, num_ranks=2)
     steps = [sl.simulate(plan.schedule, sl.Costs(forward=time)) for time in (30.0, 20.0, 90.0)]
     found = explain(plan, steps)
@@ -209,14 +165,14 @@ def test_what_the_plan_expects_is_drawn_over_the_step_of_median_time(tmp_path: P
     assert str(found.overlay).endswith(str(found))
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_a_plan_for_another_model_is_refused() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(sl.PlanError, match="layer 0 is '0' here and 'layer0' there"):
         sl.Pipeline(model, nn.functional.mse_loss, plan=plan)
 
 
-def test_what_a_plan_says_is_not_to_be_said_again() -> None:
+def test_arguments_that_contradict_the_plan_are_refused() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
     layers = [sl.Layer(f"layer{n}", nn.Linear(4, 4)) for n in range(2)]
     with pytest.raises(sl.PlanError, match="num_ranks is 2, but the plan says 1"):
@@ -227,24 +183,24 @@ def test_what_a_plan_says_is_not_to_be_said_again() -> None:
     ("cluster", "message"),
     [
         (cluster_of(2, "1MiB"), "parameters, gradients and optimizer state take 16MiB"),
-        (cluster_of(2, "17MiB"), "nearest comes .* needs .*MiB .*: use devices with that much"),
+        (cluster_of(2, "17MiB"), "the closest is .* needs .*MiB .*: use devices with that much"),
     ],
 )
-def test_when_nothing_fits_it_says_what_comes_nearest(cluster: Cluster, message: str) -> None:
+def test_if_nothing_fits_the_error_names_the_closest_option(cluster: Cluster, message: str) -> None:
     profile = profile_of([1.0] * 8, parameters=MIB, activation=4 * MIB, message=2 * MIB)
     with pytest.raises(sl.PlanError, match=message):
         sl.plan(profile, cluster, batch_size=8)
 
 
-def test_it_says_where_running_forwards_again_would_make_it_fit() -> None:
+def test_if_nothing_fits_the_error_names_the_stages_to_recompute() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
     cluster = cluster_of(4, "5.1MiB")
-    with pytest.raises(sl.PlanError, match=r": recompute on stage 0, or devices with that much"):
+    with pytest.raises(sl.PlanError, match=r": recompute stage 0, or use devices with that much"):
         sl.plan(profile, cluster, num_ranks=4, recompute=False, **options)
 
 
-def test_a_large_embedding_shares_its_rank_with_fewer_layers_if_memory_is_short() -> None:
+def test_the_rank_of_a_large_embedding_gets_fewer_layers_if_memory_is_short() -> None:
     layers = [LayerCost(0.1, 0.0, 0.1, 1, 0, 40, 0), *[LayerCost(1, 1, 1, 1, 0, 10, 0)] * 7]
     values = tuple(ValueCost(n, (n + 1,), 1.0) for n in range(7))
     profile = Profile(tuple("abcdefgh"), (Measurement(1, tuple(layers), values),))
@@ -258,7 +214,7 @@ def test_a_large_embedding_shares_its_rank_with_fewer_layers_if_memory_is_short(
     assert max(v.peak_memory) <= 150
 
 
-def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
+def test_the_cheaper_of_messages_and_reductions_crosses_the_slow_link() -> None:
     """A slow link between two machines carries either messages or sums of gradients."""
     levels = (Level("machine", 2, bandwidth=1e9), Level("site", 2, bandwidth=1e3))
     options: dict[str, Any] = {"batch_size": 8, "num_ranks": 2, "schedules": ["1f1b"]}
@@ -269,9 +225,9 @@ def test_ranks_next_to_each_other_where_that_is_cheaper() -> None:
         assert plan.chosen.side_by_side is side_by_side
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None:
-    """And what it holds: the search leaves out ways by that."""
+@pytest.mark.parametrize("name", DEFAULT_SCHEDULES)
+def test_a_short_run_bounds_the_time_of_a_long_one(name: str) -> None:
+    """It bounds the memory too: the search excludes candidates by both."""
     rng = random.Random(name)
     for num_ranks in (2, 4):
         short = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
@@ -285,14 +241,16 @@ def test_a_short_run_tells_how_long_a_long_one_takes_at_least(name: str) -> None
             count = 2 * num_ranks + more
             long = sl.build_schedule(name, num_ranks=num_ranks, num_microbatches=count)
             few, many = sl.simulate(short, costs), sl.simulate(long, costs)
-            assert many.makespan >= SURE * (few.makespan + more * busiest)
+            assert many.makespan >= SHORT_RUN_MARGIN * (few.makespan + more * busiest)
             for after, before in zip(many.peak_memory, few.peak_memory, strict=True):
                 assert after >= before * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in FOUND_BY_SEARCH])
-def test_few_ranks_tell_what_many_take_and_hold_at_least(name: str) -> None:
-    """The search leaves out ways by that, if they are too large to be tried."""
+@pytest.mark.parametrize(
+    "name", [name for name in DEFAULT_SCHEDULES if name not in FOUND_BY_SEARCH]
+)
+def test_few_ranks_bound_the_time_and_memory_of_many(name: str) -> None:
+    """The search excludes candidates by that, if they are too large to be simulated."""
     rng = random.Random(name)
     few, many, count = FEW_RANKS, 3 * FEW_RANKS, 6 * FEW_RANKS
     layers = [
@@ -300,24 +258,28 @@ def test_few_ranks_tell_what_many_take_and_hold_at_least(name: str) -> None:
         for t in (rng.uniform(0.9, 1.1) for _ in range(4 * many))
     ]
     profile = Profile(tuple(map(str, range(4 * many))), (Measurement(1, tuple(layers), ()),))
-    task = Task(profile, cluster_of(many, "1MiB"), count, "sgd", many, recompute=False)
-    ways = Ways(task)
-    way = next(each for each in ways.all([name]) if each.layout.num_microbatches == count)
-    small, large = (built(name, ranks, 2 * ranks, way.chunks) for ranks in (few, many))
-    exact, scaled = ways.excesses(way, large), ways.excesses_by(way, small)
-    assert 0 < (1 - NEAR) * max(scaled) <= max(exact)
-    assert (1 - NEAR) * scaled_up(way, small) <= sl.simulate(large, way.costs).makespan
+    request = PlanRequest(profile, cluster_of(many, "1MiB"), count, "sgd", many, recompute=False)
+    builder = CandidateBuilder(request)
+    candidates = enumerate_candidates(builder, [name])
+    candidate = next(each for each in candidates if each.layout.num_microbatches == count)
+    small, large = (build_sized(name, ranks, 2 * ranks, candidate.chunks) for ranks in (few, many))
+    devices = builder.devices(candidate.layout.grid)
+    exact = excess_bytes(candidate, large, devices)
+    scaled = excess_bytes_from_fewer_ranks(candidate, small, devices)
+    assert 0 < (1 - FEW_RANKS_ERROR) * max(scaled) <= max(exact)
+    seconds = seconds_from_fewer_ranks(candidate, small)
+    assert (1 - FEW_RANKS_ERROR) * seconds <= sl.simulate(large, candidate.costs).makespan
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"balance": [0, 2]}, "fault at balance.0"),
-        ({"surprise": 1}, "fault at surprise: unexpected keyword argument"),
-        ({"peak_memory": [-1.0]}, "fault at peak_memory.0"),
+        ({"balance": [0, 2]}, "has an invalid balance.0"),
+        ({"surprise": 1}, "has an invalid surprise: unexpected keyword argument"),
+        ({"peak_memory": [-1.0]}, "has an invalid peak_memory.0"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused(
+def test_an_invalid_plan_file_is_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "plan.json"
@@ -327,11 +289,11 @@ def test_a_file_that_is_no_plan_is_refused(
         sl.Plan.load(path)
 
 
-def test_a_plan_or_option_that_cannot_be_is_refused_in_python_too() -> None:
+def test_invalid_plans_and_options_are_refused_in_python_too() -> None:
     plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
-    with pytest.raises(sl.PlanError, match=r"^Plan has a fault at balance.0: input should be"):
+    with pytest.raises(sl.PlanError, match=r"^Plan has an invalid balance.0: input should be"):
         replace(plan, balance=(0, 2))
-    with pytest.raises(sl.PlanError, match=r"^Option has a fault at bubble: .* \(it is -0.5\)$"):
+    with pytest.raises(sl.PlanError, match=r"^PlanOption has an invalid bubble: .* \(got -0.5\)$"):
         replace(plan.chosen, bubble=-0.5)
 
 

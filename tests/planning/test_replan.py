@@ -1,4 +1,4 @@
-"""Which layers should move, decided from measured times; and pipelines that were replanned."""
+"""Which layers a replan moves for given times, and pipelines after a replan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import stageline as sl
-from stageline.planning.profiling.profile import LayerCost, Measurement, Profile
-from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.planning.profiling.profile_result import LayerCost, Measurement, Profile
+from stageline.planning.replan import (
+    MeasuredTimes,
+    Replan,
+    choose_replan,
+    measured_times,
+    slowest_replica_times,
+)
 from stageline.runtime.placement.move_layers import move_state
 from stageline.zoo.cases import grouped
-from stageline.zoo.emulated import Occupy
 from stageline.zoo.gpt import Head, loss
 
 NAMES = tuple(f"layer{number}" for number in range(8))
@@ -48,14 +52,14 @@ def decided(
     profile: Profile | None = None,
     num_ranks: int = 2,
 ) -> Replan:
-    """From steps in which F, I and W of the stages took these times each."""
+    """Return times of steps in which F, I and W of each stage took this long."""
     work = schedule_of(schedule, num_ranks)
     names = tuple(f"layer{n}" for n in range(sum(balance)))
     timeline = sl.simulate(work, sl.Costs(times, times, times))
-    return replanned(work, balance, observed(work, balance, names, [timeline], profile))
+    return choose_replan(work, balance, measured_times(work, balance, names, [timeline], profile))
 
 
-def test_a_slow_device_sheds_layers() -> None:
+def test_a_slow_device_gives_up_layers() -> None:
     """Nine layers that should take 1 each take 2 on the second rank: six and three are even."""
     found = decided([5.0, 8.0], (5, 4), profile=profile_of([1.0] * 9))
     assert found.new_balance == (6, 3)
@@ -63,25 +67,25 @@ def test_a_slow_device_sheds_layers() -> None:
     assert found.new_milliseconds == pytest.approx(after.makespan)
 
 
-def test_a_device_three_times_as_slow_keeps_a_third_of_what_another_has() -> None:
+def test_a_device_three_times_slower_gets_a_third_of_the_layers() -> None:
     assert decided([4.0, 12.0], (4, 4), profile=profile_of([1.0] * 8)).new_balance == (6, 2)
 
 
-def test_a_profile_says_which_layers_of_a_stage_are_large() -> None:
-    """Without it one would think that the last stage could do with two layers."""
+def test_a_profile_distinguishes_the_layers_of_a_stage() -> None:
+    """Without it, two layers would seem right for the last stage."""
     profile = profile_of([1, 1, 1, 1, 1, 1, 1, 5])
     assert decided([4.0, 8.0], (4, 4), profile=profile).new_balance == (6, 2)
     assert decided([4.0, 8.0], (4, 4)).new_balance == (5, 3)
 
 
-def test_a_profile_need_only_be_right_in_proportion() -> None:
-    """It may be of another device, or from shapes alone."""
+def test_only_the_ratios_of_a_profile_matter() -> None:
+    """So it may be of another device, or estimated."""
     profiles = [profile_of([unit] * 9) for unit in (1e-3, 1.0, 1e3)]
     found = {decided([5.0, 8.0], (5, 4), profile=profile) for profile in profiles}
     assert {each.new_balance for each in found} == {(6, 3)}
 
 
-def test_with_two_stages_a_rank_a_slow_layer_is_told_from_a_slow_device() -> None:
+def test_two_stages_per_rank_distinguish_a_slow_layer_from_a_slow_device() -> None:
     """Rank 1 has stages 1 and 3: if one of them is slow, it is its layers, if both, their rank."""
     balance, even = (2, 2, 2, 2), profile_of([1.0] * 8)
     layers = decided([2.0, 6.0, 2.0, 2.0], balance, "interleaved_1f1b", even)
@@ -91,32 +95,32 @@ def test_with_two_stages_a_rank_a_slow_layer_is_told_from_a_slow_device() -> Non
 
 
 def loads(times: list[int], balance: tuple[int, ...]) -> list[int]:
-    """Of two ranks that take turns with the stages."""
+    """Return times for two ranks with alternating stages."""
     ends = [0, *accumulate(balance)]
     stages = [sum(times[start:end]) for start, end in pairwise(ends)]
     return [sum(stages[0::2]), sum(stages[1::2])]
 
 
-def test_an_even_pipeline_does_not_move() -> None:
+def test_an_even_pipeline_is_left_unchanged() -> None:
     found = decided([4.0, 4.1, 4.0], (2, 3, 3), num_ranks=3)
     assert not found.moves
     assert found.new_milliseconds == found.old_milliseconds
-    told = "layers by stage: 2, 3, 3 as before, none was found that is 5 % faster"
+    told = "layers by stage: 2, 3, 3, unchanged: no balance was found that is 5 % faster"
     assert str(found) == told
 
 
-def test_a_replan_says_what_moved_and_what_it_is_worth() -> None:
+def test_a_printed_replan_shows_the_balance_and_the_gain() -> None:
     """1F1B with two stages takes the first micro-batch's first stage more than the busiest rank."""
     assert str(decided([5.0, 8.0], (5, 4), profile=profile_of([1.0] * 9))) == (
         "layers by stage: 6, 3 instead of 5, 4\n"
-        "a step should take 90 ms instead of 111 (-18.9 %), transfers not counted"
+        "a step should take 90 ms instead of 111 (-18.9 %), not counting transfers"
     )
 
 
-def test_a_stage_takes_what_its_slowest_replica_takes() -> None:
-    replicas = [Observed(sl.Costs([1.0, 5.0], [2.0, 2.0], [3.0, 3.0]), None)]
-    replicas.append(Observed(sl.Costs([4.0, 1.0], [2.0, 2.0], [3.0, 3.0]), None))
-    assert slowest(replicas).stages == sl.Costs([4.0, 5.0], [2.0, 2.0], [3.0, 3.0])
+def test_the_slowest_replica_of_a_stage_counts() -> None:
+    replicas = [MeasuredTimes(sl.Costs([1.0, 5.0], [2.0, 2.0], [3.0, 3.0]), None)]
+    replicas.append(MeasuredTimes(sl.Costs([4.0, 1.0], [2.0, 2.0], [3.0, 3.0]), None))
+    assert slowest_replica_times(replicas).stages == sl.Costs([4.0, 5.0], [2.0, 2.0], [3.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +135,13 @@ def test_a_stage_takes_what_its_slowest_replica_takes() -> None:
 )
 def test_timelines_of_another_pipeline_are_refused(timelines: Any, message: str) -> None:
     with pytest.raises(sl.PlanError, match=message):
-        observed(schedule_of("1f1b"), (4, 4), NAMES, timelines, None)
+        measured_times(schedule_of("1f1b"), (4, 4), NAMES, timelines, None)
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
     timeline = sl.simulate(schedule_of("1f1b"))
     with pytest.raises(sl.PlanError, match="profile is of a model with 3 layers"):
-        observed(schedule_of("1f1b"), (4, 4), NAMES, [timeline], profile_of([1.0] * 3))
+        measured_times(schedule_of("1f1b"), (4, 4), NAMES, [timeline], profile_of([1.0] * 3))
 
 
 # pipelines in one process
@@ -152,7 +156,7 @@ def model() -> nn.Sequential:
 
 
 def slow_first(pipe: sl.Pipeline) -> sl.Timeline:
-    """As if the first rank were ten times as slow as the others."""
+    """Return a timeline as if the first rank were ten times slower than the others."""
     times = [10.0 if rank == 0 else 1.0 for rank in pipe.schedule.placement]
     return sl.simulate(pipe.schedule, sl.Costs(times, times, times))
 
@@ -166,7 +170,7 @@ def step(pipe: sl.Pipeline, number: int) -> None:
 def trained(
     replan_after: int | None, **options: Any
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Six steps, one of them without an update; after one of them layers move."""
+    """Train six steps, one of them without an update; layers move after one of them."""
     made = model()
     pipe = sl.Pipeline(made, loss, num_microbatches=4, **grouped(options))
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
@@ -188,9 +192,7 @@ def trained(
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "gpipe"])
-def test_training_ends_with_the_same_bits_if_layers_move_in_the_middle(
-    schedule: str, backend: str
-) -> None:
+def test_training_gives_the_same_bits_if_layers_move_midway(schedule: str, backend: str) -> None:
     options = {"num_ranks": 2, "schedule": schedule, "backend": backend}
     undisturbed, state = trained(None, **options)
     for replan_after in (0, 2):
@@ -200,31 +202,7 @@ def test_training_ends_with_the_same_bits_if_layers_move_in_the_middle(
             assert all(torch.equal(a[key], b[key]) for key in b)
 
 
-@pytest.mark.alone
-def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_fewer() -> None:
-    """Four layers that are three times as slow as the others, emulated, and measured."""
-    layers = [Occupy(*[0.002 if number < 4 else 0.006] * 3) for number in range(8)]
-    pipe = sl.Pipeline(layers, mse_loss, num_ranks=2, num_microbatches=4, balance=[4, 4])
-    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-
-    def traced() -> sl.Timeline:
-        with pipe.trace() as trace:
-            pipe.step(torch.ones(4, 1), torch.ones(4, 1))
-        return trace.timeline
-
-    before = [traced() for _ in range(3)]
-    found = pipe.replan(optimizer, before)
-    assert found.new_balance == (5, 3) == pipe.balance
-    after = [traced() for _ in range(3)]
-    fastest = min(timeline.makespan for timeline in after)
-    assert fastest < 0.9 * min(timeline.makespan for timeline in before)
-    assert fastest == pytest.approx(found.new_milliseconds, rel=0.1)
-    with pytest.raises(sl.PlanError, match="give timelines since the last replan only"):
-        pipe.replan(optimizer, before)
-    pipe.close()
-
-
-def test_recomputation_and_what_was_learned_of_layers_stay_after_a_move() -> None:
+def test_recomputation_and_what_was_observed_of_layers_survive_a_replan() -> None:
     pipe = sl.Pipeline(
         model(), loss, num_ranks=2, num_microbatches=4, recompute=["always", "never"]
     )
@@ -235,7 +213,7 @@ def test_recomputation_and_what_was_learned_of_layers_stay_after_a_move() -> Non
     pipe.close()
 
 
-def test_a_checkpoint_that_is_saved_after_a_replan_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_after_a_replan_loads_into_another_pipeline(tmp_path: Path) -> None:
     pipe = sl.Pipeline(model(), loss, num_ranks=2, num_microbatches=4)
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     step(pipe, 0)
@@ -255,7 +233,7 @@ def test_a_checkpoint_that_is_saved_after_a_replan_goes_on_elsewhere(tmp_path: P
     other.close()
 
 
-def test_an_optimizer_of_something_else_is_refused() -> None:
+def test_an_optimizer_of_another_model_is_refused() -> None:
     pipe = sl.Pipeline(model(), loss, num_ranks=2, num_microbatches=4)
     timelines = [slow_first(pipe)]
     balance = pipe.balance
@@ -272,7 +250,7 @@ def test_an_optimizer_of_something_else_is_refused() -> None:
     pipe.close()
 
 
-def test_layers_do_not_move_between_a_forward_and_its_backward() -> None:
+def test_a_backward_across_a_replan_is_refused() -> None:
     pipe = sl.Pipeline(model(), loss, num_ranks=2, num_microbatches=4)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     output = pipe(torch.randint(0, 11, (8, 5)))
@@ -282,7 +260,7 @@ def test_layers_do_not_move_between_a_forward_and_its_backward() -> None:
     pipe.close()
 
 
-def test_what_an_optimizer_keeps_follows_its_parameter_but_for_the_count_of_steps() -> None:
+def test_optimizer_states_move_to_the_device_of_their_parameter_except_step_counts() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([parameter])

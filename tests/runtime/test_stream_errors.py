@@ -244,8 +244,8 @@ def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(
             scheduler.step()
     message = (
         "lr was changed from 0.005 to 0.0025 on stage 1, in the middle of a stream in which every "
-        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or change "
-        "it between two streams"
+        "stage is at another step: give Pipeline a scheduler_fn=, which steps with each stage, or "
+        "change it between two streams"
     )
     count = 0
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):  # noqa: PT012  a user's loop

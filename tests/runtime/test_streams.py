@@ -546,7 +546,7 @@ def test_a_scheduler_steps_with_each_stage(
     shared: dict[str, Any] = {"balance": BALANCES[3], "num_microbatches": 3}
     make = OPTIMIZERS[optimizer]
     found = streamed(
-        data, noisy(), make, scheduler=scheduler, backend=backend, **shared, **RULES[rule]
+        data, noisy(), make, scheduler_fn=scheduler, backend=backend, **shared, **RULES[rule]
     )
     wanted = plainly(data, noisy(), make, make_scheduler=scheduler, rule=rule, **shared)
     assert_same_bits(found, wanted)
@@ -664,7 +664,7 @@ def test_a_loss_that_is_not_finite_does_not_change_the_weights_and_warns_once(
         **shared,
     )
     layers = noisy()
-    pipe = build(layers, backend=backend, scheduler=warm_up, **shared, **RULES[rule])
+    pipe = build(layers, backend=backend, scheduler_fn=warm_up, **shared, **RULES[rule])
     message = (
         f"^step {when}: gradients are not finite on stages 0, 1, 2, where the step was skipped"
     )
@@ -773,12 +773,10 @@ def test_ordinary_training_does_not_warn(
     pipe = Pipeline(
         model,
         cross_entropy,
-        num_ranks=2,
-        num_microbatches=2,
         optimizer_fn=OPTIMIZERS[optimizer],
         scheduler_fn=scheduler,
         backend="serial",
-        **grouped(RULES[rule]),
+        **grouped({"num_ranks": 2, "num_microbatches": 2, **RULES[rule]}),
     )
     teacher, data = torch.randn(8, 3), [torch.randn(2, 8) for _ in range(60)]
     assert len(list(pipe.run((x, (x @ teacher).argmax(1)) for x in data))) == 60

@@ -1,4 +1,7 @@
-"""Sixteen known defects of pipeline libraries, as users report them: a test for each."""
+"""Sixteen known defects of pipeline libraries, as users report them: a test for each.
+
+The last, what a trace tells of idle time, is in `tests/test_measured_times.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import re
 import weakref
 from collections import Counter, UserList
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
-from statistics import median
 from threading import Event, Thread
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import stageline
 from stageline.errors import BatchError, ModelError, ScheduleError, StageError, StagelineError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.placement.checks import RECOMPUTE
@@ -223,7 +227,7 @@ def test_trap_03_nothing_runs_on_made_up_data_before_the_first_step(
     model = nn.Sequential(nn.Embedding(5, 6), device, norm, nn.Linear(6, 3))
     tokens = torch.tensor([0, 4, 1, 2, 3, 3])
     before, random = state(model), torch.get_rng_state()
-    pipe = build(model, num_microbatches=3, sample=tokens if has_sample else None)
+    pipe = build(model, num_microbatches=3, example_inputs=tokens if has_sample else None)
     assert device.notes == (["meta"] if has_sample else [])  # shapes only, without any numbers
     assert are_same(state(model), before)
     assert not gradients(model)
@@ -681,6 +685,7 @@ def test_trap_13_a_wrong_option_is_told_in_the_caller_s_own_words(
     assert text.startswith(f"{seen}, but ")
     assert advice in text.removeprefix(seen)
     known = {*inspect.signature(Pipeline).parameters, *schedule_names(), *stageline.__all__}
+    known |= {field.name for field in fields(Options)}
     names = re.findall(r"\w*(?:_|[a-z][A-Z])\w*", text)  # in_such or inSuch a way
     assert set(names) <= known | set(RECOMPUTE)
 
@@ -729,42 +734,3 @@ def test_trap_15_a_checkpoint_has_every_parameter_under_the_model_s_own_name(
     tokens, plain = torch.arange(7), plain.eval()
     parts = [plain(part) for part in torch.split(tokens, 2)]
     assert torch.equal(other.eval()(tokens), torch.cat(parts))
-
-
-def idle_shares(pipe: Pipeline) -> dict[str, float]:
-    """Return the median idle time by reason, after the threads have started."""
-    batch = torch.ones(8, 1), torch.zeros(8, 1)
-    pipe.step(*batch)
-    found = [shares_of_a_step(pipe, *batch) for _ in range(5)]
-    return {name: median(shares[name] for shares in found) for name in found[0]}
-
-
-def shares_of_a_step(pipe: Pipeline, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Return idle time by reason, as a share of ranks × makespan."""
-    with pipe.trace() as trace:
-        pipe.step(x, y)
-    timeline = trace.timeline
-    for idle, busy in zip(timeline.idle, timeline.busy, strict=True):
-        assert sum(idle) == pytest.approx(timeline.makespan - busy, rel=1e-6)
-        assert min(idle) >= 0
-    names = ("bubble", "imbalance", "transfer", "host")
-    assert all(name in str(timeline) for name in names)
-    whole = timeline.num_ranks * timeline.makespan
-    return {name: sum(getattr(idle, name) for idle in timeline.idle) / whole for name in names}
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_trap_16_a_trace_tells_a_slow_stage_from_a_bubble(build: Build, schedule: str) -> None:
-    quick, slow = (Occupy(seconds, seconds, seconds) for seconds in (0.004, 0.02))
-    even = idle_shares(build([quick, copy.deepcopy(quick)], schedule=schedule))
-    uneven = idle_shares(build([quick, slow], schedule=schedule))
-    assert uneven["imbalance"] > even["imbalance"] + 0.1
-
-
-@pytest.mark.alone
-def test_trap_16_a_trace_shows_what_more_micro_batches_cure(build: Build) -> None:
-    layers = [Occupy(0.004, 0.004, 0.004) for _ in range(2)]
-    few, many = (idle_shares(build(layers, num_microbatches=m)) for m in (1, 8))
-    assert few["bubble"] > 0.4  # of 1/2 and 1/9, if nothing else took time
-    assert many["bubble"] < 0.2

@@ -1,7 +1,5 @@
 """Containers of any class are taken apart and put together again as they were."""
 
-import subprocess
-import sys
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, is_dataclass
@@ -357,23 +355,3 @@ def test_a_packed_sequence_keeps_its_order() -> None:
     assert isinstance(other, PackedSequence)
     pairs = zip(other, packed, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
-
-
-def test_the_order_does_not_depend_on_hashes() -> None:
-    code = (
-        "from tests.runtime.test_trees import *\n"
-        "tree = Output(*'ab'), Encoding({'x': 1, 'mask': 2}, 'k'), MoreSlots(1), Dotted(z=1, a=2)\n"
-        "print(paths(flatten(tree)[1]), flatten(tree)[0])"
-    )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=60,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1

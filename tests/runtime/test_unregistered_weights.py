@@ -262,7 +262,7 @@ def test_a_shared_buffer_is_refused_if_a_stage_changes_it(moves: str, backend: s
 )
 def test_a_lazy_module_is_refused_with_what_to_do(lazy: nn.Module, name: str) -> None:
     with pytest.raises(
-        ModelError, match=rf"^'{name}' has no shape yet, .* run the model once on a"
+        ModelError, match=rf"^'{name}' has no shape yet, .* run the model once on example inputs"
     ):
         Pipeline([nn.Linear(4, 4), lazy], mse_loss, num_ranks=2, num_microbatches=2)
     with pytest.raises(ModelError, match=rf"^'{name}' has no shape yet"):

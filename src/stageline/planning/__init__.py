@@ -1,1 +1,1 @@
-"""From a model and a memory budget to the fastest plan."""
+"""Profile a model, describe a cluster, and find the fastest plan that fits in its memory."""

@@ -1,9 +1,9 @@
-"""What was expected and what was measured, and what explains the difference.
+"""sl.explain: compare a plan's predicted step time with the measured one.
 
-    predicted ─► with the forwards that were measured ─► with the backwards too ─► measured
+    predicted ─► with the measured forwards ─► with the measured backwards too ─► measured
 
-Each arrow is a simulation with one thing more as it was; what is left in the end is transfers, the
-host's own work, and waits that no median shows.
+Each arrow is a simulation with one more kind of measured time. The remaining difference is
+transfers, work on the host, and waits that medians do not show.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from statistics import median
 from stageline.arguments import check_arguments
 from stageline.costs import Costs
 from stageline.errors import PlanError
-from stageline.planning.plan import Plan
-from stageline.planning.search.pace import period_of
+from stageline.planning.plan_result import Plan
+from stageline.planning.stream_period import period_of
 from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
 from stageline.schedules.action import Action, Kind
@@ -28,26 +28,27 @@ from stageline.simulation.simulate import simulate
 
 @dataclass(frozen=True)
 class Explanation:
-    """Milliseconds of a step; each but the first has one thing more as it was measured.
+    """The predicted and the measured time of a step, and the simulated times between the two.
 
-    Of an asynchronous schedule, from one mini-batch to the next at its full pace.
+    All times are milliseconds. For an asynchronous schedule a step is the time from one mini-batch
+    to the next once the pipeline is full.
     """
 
     predicted: float
-    with_forwards: float
-    with_backwards: float
+    with_forwards: float  # simulated with the measured forwards
+    with_backwards: float  # simulated with the measured backwards as well
     measured: float
     plan: Plan = field(repr=False)
-    step: Timeline = field(repr=False)  # of the measured ones that of the median time
+    step: Timeline = field(repr=False)  # the measured timeline of median duration
 
     @property
     def overlay(self) -> Overlay:
-        """What the plan expects over what was measured; `print` shows it in letters."""
+        """The predicted timeline drawn over the measured one; printing it draws text."""
         title = f"{self.plan.chosen.schedule}, predicted and measured in ms"
         return Overlay(self.plan.timeline, self.step, title, str(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the overlay as the suffix says: .svg or .html."""
+        """Save the overlay as a picture; the suffix, .svg or .html, selects the format."""
         self.overlay.save(path)
 
     def __str__(self) -> str:
@@ -56,74 +57,81 @@ class Explanation:
             "backwards": self.with_backwards - self.with_forwards,
             "transfers, host and waits": self.measured - self.with_backwards,
         }
-        told = ", ".join(f"{name} {part:+.4g} ms" for name, part in parts.items())
-        off = 100 * (self.measured / self.predicted - 1)
+        differences = ", ".join(f"{name} {part:+.4g} ms" for name, part in parts.items())
+        error = 100 * (self.measured / self.predicted - 1)
         return (
-            f"predicted {self.predicted:.4g} ms, measured {self.measured:.4g} ms ({off:+.1f} %): "
-            f"{told}"
+            f"predicted {self.predicted:.4g} ms, measured {self.measured:.4g} ms "
+            f"({error:+.1f} %): {differences}"
         )
 
 
 def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
-    """For measured timelines of the plan's own pipeline, as `pipe.trace()` gives them.
+    """Compare a plan with measured timelines of its pipeline, as `pipe.trace()` records them.
 
-    Of an asynchronous schedule, each of them has to have five mini-batches or more.
+    For an asynchronous schedule each timeline needs five mini-batches or more.
     """
     check_arguments(explain, locals(), PlanError)
     for timeline in timelines:
         if timeline.placement != plan.schedule.placement or not timeline.makespan:
-            raise PlanError("a timeline is not of a step of this plan's pipeline: trace one of its")
+            raise PlanError(
+                "a timeline is not of a step of this plan's pipeline: trace a step of a pipeline "
+                "built with plan=plan"
+            )
     if not timelines:
         raise PlanError("there is no timeline, but a measured one is needed: use pipe.trace()")
     expected = plan.timeline
     assert expected.costs is not None  # it is simulated
-    found = median_costs(timelines)
-    forwards = replace(expected.costs, forward=found.forward)
+    measured = median_costs(timelines)
+    forwards = replace(expected.costs, forward=measured.forward)
     backwards = replace(
-        forwards, input_grad=found.input_grad, weight_grad=found.weight_grad, recompute=0.0
+        forwards, input_grad=measured.input_grad, weight_grad=measured.weight_grad, recompute=0.0
     )
-    time = _time_of(plan)
+    step_time = _step_time_function(plan)
     return Explanation(
-        time(expected),
-        time(simulate(plan.schedule, forwards)),
-        time(simulate(plan.schedule, backwards)),
-        median(map(time, timelines)),
+        step_time(expected),
+        step_time(simulate(plan.schedule, forwards)),
+        step_time(simulate(plan.schedule, backwards)),
+        median(map(step_time, timelines)),
         plan,
-        usual(timelines, time),
+        median_timeline(timelines, step_time),
     )
 
 
-def usual(
+def median_timeline(
     timelines: Sequence[Timeline], time: Callable[[Timeline], float] = attrgetter("makespan")
 ) -> Timeline:
-    """The one that took the median time."""
+    """Return the timeline whose time is the median."""
     return sorted(timelines, key=time)[len(timelines) // 2]
 
 
-def _time_of(plan: Plan) -> Callable[[Timeline], float]:
+def _step_time_function(plan: Plan) -> Callable[[Timeline], float]:
+    """Return the function that gives the time of a step of this plan in a timeline."""
     if not plan.chosen.is_asynchronous:
         return attrgetter("makespan")
     return lambda timeline: period_of(timeline, plan.chosen.num_microbatches)
 
 
 def median_costs(timelines: Sequence[Timeline]) -> Costs:
-    """What the actions of each stage took. Of a B only the sum counts, so its halves are equal."""
-    took = defaultdict(list)
+    """Return the median time of each stage's actions.
+
+    Only the total time of a B is known, so half of it counts as I and half as W.
+    """
+    times = defaultdict(list)
     for timeline in timelines:
-        for action, time in _times(timeline).items():
-            took[action.kind, action.stage].append(time)
-    middle = {key: median(times) for key, times in took.items()}
+        for action, time in _time_of_actions(timeline).items():
+            times[action.kind, action.stage].append(time)
+    medians = {key: median(values) for key, values in times.items()}
     stages = range(timelines[0].num_stages)
-    half = [middle.get((Kind.B, stage), 0.0) / 2 for stage in stages]
+    half = [medians.get((Kind.B, stage), 0.0) / 2 for stage in stages]
     return Costs(
-        forward=[middle[Kind.F, stage] for stage in stages],
-        input_grad=[middle.get((Kind.I, stage), half[stage]) for stage in stages],
-        weight_grad=[middle.get((Kind.W, stage), half[stage]) for stage in stages],
+        forward=[medians[Kind.F, stage] for stage in stages],
+        input_grad=[medians.get((Kind.I, stage), half[stage]) for stage in stages],
+        weight_grad=[medians.get((Kind.W, stage), half[stage]) for stage in stages],
     )
 
 
-def _times(timeline: Timeline) -> dict[Action, float]:
-    """A forward that is run again is part of its backward."""
+def _time_of_actions(timeline: Timeline) -> dict[Action, float]:
+    """Return the time of each action; recomputation counts as part of its backward."""
     times: dict[Action, float] = defaultdict(float)
     for row in timeline.spans:
         for action, start, end in row:

@@ -1,4 +1,4 @@
-"""`pipe.replan`: look for a better cut by measured times, and move layers to their new ranks."""
+"""pipe.replan: choose a better balance by measured times, and move layers to their new ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from torch.optim import Optimizer
 
 from stageline.errors import ModelError
 from stageline.model.split import cut
-from stageline.planning.profiling.profile import Profile
-from stageline.planning.replan import Observed, Replan, observed, replanned, slowest
+from stageline.planning.profiling.profile_result import Profile
+from stageline.planning.replan import (
+    MeasuredTimes,
+    Replan,
+    choose_replan,
+    measured_times,
+    slowest_replica_times,
+)
 from stageline.report.timeline import Timeline
 from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.everywhere import everywhere
@@ -35,7 +41,7 @@ def replan_session(
     timelines: Sequence[Timeline],
     profile: Profile | None,
 ) -> Replan:
-    """Cut the layers of a session anew, if traced steps say that this is worth it."""
+    """Change the balance of a session if its traced steps show that this makes steps faster."""
     session.check_idle()
     if session.optimizers is not None:
         raise ModelError(
@@ -44,25 +50,30 @@ def replan_session(
         )
     layout, collectives = session.assembly.layout, session.assembly.collectives
     measured = [t.timeline if isinstance(t, Recorder) else t for t in timelines]
-    told = everywhere(collectives, lambda: _observed(session, optimizer, measured, profile))
-    times = slowest([each for each, _ in told])
-    # the first one's, in case that another machine rounds otherwise
-    found = everywhere(collectives, lambda: replanned(layout.schedule, layout.balance, times))[0]
+    checked = everywhere(
+        collectives, lambda: _times_and_options(session, optimizer, measured, profile)
+    )
+    times = slowest_replica_times([each for each, _ in checked])
+    # the first rank decides: another machine may round differently
+    decisions = everywhere(
+        collectives, lambda: choose_replan(layout.schedule, layout.balance, times)
+    )
+    found = decisions[0]
     if found.moves:
-        _move(session, found.new_balance, optimizer, [options for _, options in told])
+        _move(session, found.new_balance, optimizer, [options for _, options in checked])
     return found
 
 
-def _observed(
+def _times_and_options(
     session: Session,
     optimizer: Optimizer | None,
     timelines: Sequence[Timeline],
     profile: Profile | None,
-) -> tuple[Observed, GroupsOptions | None]:
-    """Return what this process knows before a replan: times, and its optimizer's options."""
+) -> tuple[MeasuredTimes, GroupsOptions | None]:
+    """Return the measured times and the options of the optimizer of this process."""
     layout = session.assembly.layout
     names = tuple(layer.name for layer in layout.layers)
-    times = observed(layout.schedule, layout.balance, names, timelines, profile)
+    times = measured_times(layout.schedule, layout.balance, names, timelines, profile)
     check_optimizer(optimizer, layout.layers, layout.parameters())
     return times, options_of(optimizer)
 
@@ -73,7 +84,7 @@ def _move(
     optimizer: Optimizer | None,
     options: Sequence[GroupsOptions | None],
 ) -> None:
-    """Move layers to their new ranks; nothing changes unless all processes can do their part."""
+    """Move layers to their new ranks, or raise on all processes before anything has changed."""
     old = session.assembly
     layers, collectives = old.layout.layers, old.collectives
     stages = cut(layers, old.layout.schedule.num_stages, balance)

@@ -107,7 +107,7 @@ def grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found["options"] = replace(found.get("options", Options()), **options)
     of_schedule = {name: found.pop(name) for name in ("vertical_sync", "replicas") if name in found}
     if of_schedule:
-        sizes = {name: found[name] for name in ("num_ranks", "num_microbatches")}
+        sizes = {name: found[name] for name in ("num_ranks", "num_microbatches") if name in found}
         found["schedule"] = build_schedule(found["schedule"], **sizes, **of_schedule)
     return found
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from stageline.model.workload import Workload
-from stageline.planning.profiling.measure import profile
-from stageline.planning.profiling.profile import Profile
+from stageline.planning.profiling.profile import profile
+from stageline.planning.profiling.profile_result import Profile
 from stageline.zoo.gpt import gpt, loss
 
 BATCH = 32

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import stageline as sl
 from stageline.model.layers import Layer
-from stageline.planning.profiling.profile import LayerCost, Measurement
+from stageline.planning.profiling.profile_result import LayerCost, Measurement
 from stageline.zoo.cases import grouped
 from stageline.zoo.gpt import Head, loss
 

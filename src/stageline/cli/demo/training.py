@@ -25,7 +25,7 @@ from torch import Tensor
 from stageline.checkpoint.export import export
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline, session_of
-from stageline.planning.explain import median_costs, usual
+from stageline.planning.explain import median_costs, median_timeline
 from stageline.report.summary import percent
 from stageline.report.svg.drawing import stacked
 from stageline.report.text.grid import plain
@@ -180,7 +180,7 @@ def _predicted_and_measured(
     """Return the schedule simulated with median times, and the step with the median time."""
     predicted = simulate(schedule, median_costs(timelines))
     predicted = replace(predicted, costs=None, name=f"{schedule.name}, predicted in ms")
-    return predicted, usual(timelines)
+    return predicted, median_timeline(timelines)
 
 
 def _show_timelines(console: Console, timelines: Sequence[Timeline], num_steps: int) -> None:

@@ -1,1 +1,1 @@
-"""Devices, their memory and the links between them."""
+"""Describe the devices of a cluster, and measure the links between them."""

@@ -1,1 +1,1 @@
-"""Cut layers into stages."""
+"""Cut layers into stages, and compute the time and memory of the stages."""

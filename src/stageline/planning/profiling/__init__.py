@@ -1,1 +1,1 @@
-"""Measure or estimate what each layer costs."""
+"""Measure or estimate the time and memory of each layer of a model."""

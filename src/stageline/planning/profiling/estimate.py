@@ -1,8 +1,9 @@
-"""A profile from shapes alone, for models that fit on no device: nothing is computed.
+"""sl.estimate: estimate a profile from shapes alone, for models that fit on no device.
 
-Layers run on tensors without data, which are said to be on the CPU and so take its kernels: its
-attention keeps as little as a GPU's does, where that of the meta device would keep all scores. An
-operator takes as long as its FLOPs or its bytes at a device's rates, whichever takes longer.
+Nothing is computed. Layers run on fake tensors without data, with the CPU as their device, so that
+they take its kernels: its attention saves as little as a GPU's, where the meta device's would save
+all scores. An operator takes as long as its FLOPs or its bytes at a device's rates, whichever takes
+longer.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stageline.arguments import renamed_argument
 from stageline.errors import PlanError, StageError
 from stageline.model.layers import LayerSequence
-from stageline.planning.profiling.activations import kept_bytes
-from stageline.planning.profiling.assemble import Times, measurement, tied_weights
-from stageline.planning.profiling.profile import Profile
-from stageline.planning.profiling.rates import Rates
-from stageline.planning.profiling.roofline import Roofline
-from stageline.planning.profiling.solo import Solo
-from stageline.planning.profiling.subject import LossFunction, Model, Subject
+from stageline.planning.profiling.activation_memory import measure_activation_bytes
+from stageline.planning.profiling.build_measurement import (
+    LayerTimes,
+    build_measurement,
+    tied_parameters,
+)
+from stageline.planning.profiling.layer_runner import LayerRunner
+from stageline.planning.profiling.measure_rates import DeviceRates
+from stageline.planning.profiling.profile_result import Profile
+from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
+from stageline.planning.profiling.roofline import RooflineTimer
 from stageline.runtime import trees
 from stageline.torch_private import BatchNormBase, DataDependentOutputException, FakeTensorMode
 
 
+@renamed_argument(sample="example_inputs")
 def estimate(
     model: Model,
-    sample: Any,
+    example_inputs: Any,
     *,
     flops: float,
     bandwidth: float,
@@ -40,88 +47,88 @@ def estimate(
     target: Any = None,
     sizes: Sequence[int] | None = None,
 ) -> Profile:
-    """What each layer of a model would cost on a device with these rates, each by second.
+    """Estimate the time and memory of each layer on a device with these rates, per second.
 
-    The model may be on the meta device, and so may `sample` and `target`: only shapes count. All
-    else is as `profile` takes it. Rates that a device reaches give better numbers than those on its
-    data sheet: `measure_rates()` finds them.
+    The model, `example_inputs` and `target` may be on the meta device: only shapes are used. The
+    other arguments are those of `profile`. Rates that a device reaches in practice, as
+    `measure_rates()` finds them, give better estimates than its data sheet.
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU())
-    ...     sample = torch.empty(1024, 4096)
-    >>> linear, relu = estimate(model, sample, flops=1e14, bandwidth=1e12).at(1024).layers
+    ...     example = torch.empty(1024, 4096)
+    >>> linear, relu = estimate(model, example, flops=1e14, bandwidth=1e12).at(1024).layers
     >>> round(linear.forward * 1e6), round(relu.forward * 1e6), relu.activation
     (344, 34, 16777216.0)
     """
-    rates = Rates(flops, bandwidth)
+    rates = DeviceRates(flops, bandwidth)
     _check(rates)
-    subject = Subject.of(model, sample, loss_fn, target)
+    profiled = ProfiledModel.of(model, example_inputs, loss_fn, target)
     measurements = []
-    with FakeTensorMode(allow_non_fake_inputs=True), _data_is_asked_for():
-        subject = subject._replace(
-            layers=_layers_without_data(subject.layers),
-            inputs=trees.map_leaves(_without_data, subject.inputs),
-            target=trees.map_leaves(_without_data, subject.target),
+    with FakeTensorMode(allow_non_fake_inputs=True), _data_dependence_explained():
+        profiled = profiled._replace(
+            layers=_layers_without_data(profiled.layers),
+            inputs=trees.map_leaves(_without_data, profiled.inputs),
+            target=trees.map_leaves(_without_data, profiled.target),
         )
-        for size in subject.sizes(sizes):
-            solo = subject.solo(size)
-            kept = kept_bytes(solo)
-            times = [_times(solo, number, rates) for number in range(len(subject.layers))]
-            measurements.append(measurement(size, solo, times, kept))
+        for size in profiled.microbatch_sizes(sizes):
+            runner = profiled.runner(size)
+            memory = measure_activation_bytes(runner)
+            times = [_layer_times(runner, n, rates) for n in range(len(profiled.layers))]
+            measurements.append(build_measurement(size, runner, times, memory))
     device = f"{flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s, estimated"
-    return Profile(subject.names, tuple(measurements), tied_weights(solo), device)
+    return Profile(profiled.names, tuple(measurements), tied_parameters(runner), device)
 
 
 @contextmanager
-def _data_is_asked_for() -> Iterator[None]:
-    """By a layer that does with a tensor what needs its numbers."""
+def _data_dependence_explained() -> Iterator[None]:
+    """Turn the error of a layer that needs the data of a tensor into a `PlanError`."""
     try:
         yield
     except StageError as error:
         if not isinstance(error.__cause__, DataDependentOutputException):
             raise
         raise PlanError(
-            f"{error}\n  it looks at the numbers in a tensor, but an estimate has only shapes: let "
-            "profile() run the model, or one with fewer such layers"
+            f"{error}\n  the layer reads the data of a tensor, but an estimate has only shapes: "
+            "use profile(), if need be on a model with fewer such layers"
         ) from error
 
 
-def _check(rates: Rates) -> None:
+def _check(rates: DeviceRates) -> None:
     for name, rate in rates._asdict().items():
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
             raise PlanError(
-                f"{name} is {rate!r}, but has to be a number above 0, by second, such as 1e12"
+                f"{name} is {rate!r}, but has to be a number above 0, per second, such as 1e12"
             )
 
 
-def _times(solo: Solo, number: int, rates: Rates) -> Times:
-    """Of a second run, whose gradients are added to those of the first."""
+def _layer_times(runner: LayerRunner, number: int, rates: DeviceRates) -> LayerTimes:
+    """Return the times of a second run, which adds its gradients to those of the first."""
     for _ in range(2):
-        with Roofline(rates) as forward:
-            run = solo.forward(number, in_halves=True)
-        gradients = solo.ones(run)
-        with Roofline(rates) as input_grad:
-            solo.backward(run, gradients)
-        with Roofline(rates) as weight_grad:
-            solo.weight_gradients(run)
-    solo.forget_gradients(number)
-    return Times(forward.seconds, input_grad.seconds, weight_grad.seconds)
+        with RooflineTimer(rates) as forward:
+            run = runner.forward(number, in_halves=True)
+        gradients = runner.output_gradients(run)
+        with RooflineTimer(rates) as input_grad:
+            runner.backward(run, gradients)
+        with RooflineTimer(rates) as weight_grad:
+            runner.weight_gradients(run)
+    runner.zero_grad(number)
+    return LayerTimes(forward.seconds, input_grad.seconds, weight_grad.seconds)
 
 
 def _layers_without_data(layers: LayerSequence) -> LayerSequence:
-    """Weights that layers share stay shared."""
+    """Copy layers with fake tensors in place of weights; tied weights stay tied."""
     tensors = [*layers.modules.parameters(), *layers.modules.buffers()]
     memo = {id(tensor): _without_data(tensor) for tensor in tensors}
     modules = copy.deepcopy(layers.modules, memo)
     for part in modules.modules():
         if isinstance(part, BatchNormBase) and part.momentum is None:
-            part.momentum = 0.1  # without one it asks how many batches it has seen
+            part.momentum = 0.1  # without one it reads the number of batches so far
     pairs = zip(layers, modules, strict=True)
     return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))
 
 
 def _without_data(item: Any) -> Any:
-    """Within a FakeTensorMode, where new tensors have none."""
+    """Return a fake tensor like a tensor; call it within a `FakeTensorMode`."""
     if not isinstance(item, Tensor):
         return item
     empty = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="cpu")

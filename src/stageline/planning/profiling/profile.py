@@ -1,256 +1,211 @@
-"""A profile: what each layer of a model costs, for micro-batches of several sizes."""
+"""sl.profile: measure the time and memory of each layer by running it as a stage of its own.
+
+For each micro-batch size, times are medians over some rounds through all sizes and layers. Each
+layer runs in both ways that schedules use:
+
+    F ─► B             as in most schedules
+    F ─► I ─► W        with the backward in halves; this F takes longer
+
+With `ranks` above 1, as many threads run copies of the model at the same time, so that times
+contain the contention for cores and memory. Each time contains the overhead of a stage, 30 µs here.
+A stage has it once, so a sum over layers is too long by that for each layer beyond the first: less
+than 5 % for the demo's GPT.
+"""
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import fields, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Annotated
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from statistics import median, quantiles
+from threading import Event
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import Field
+import torch
 
-from stageline.arguments import check_size, shown
+from stageline.arguments import check_size, renamed_argument
 from stageline.errors import PlanError
-from stageline.limits import MOST_COUNT, MOST_LAYERS, MOST_SAMPLES, check_most
-from stageline.planning.checked import Amount, Count, Whole, checked, read_json, write_json
-from stageline.planning.tables import table
-from stageline.units import format_bytes
+from stageline.limits import MOST_PROCESSES, check_most
+from stageline.model.layers import LayerSequence
+from stageline.planning.console import progress_bar
+from stageline.planning.profiling.activation_memory import measure_activation_bytes
+from stageline.planning.profiling.build_measurement import (
+    LayerTimes,
+    build_measurement,
+    tied_parameters,
+)
+from stageline.planning.profiling.layer_runner import LayerRunner
+from stageline.planning.profiling.profile_result import Profile
+from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
+from stageline.runtime.parity.plain_loop import preserved_model
 
-COLUMNS = ("layer", "forward, ms", "backward, ms", "", "activation", "parameters")
-MUCH = 0.2  # of what layers take
+T = TypeVar("T")
+WARM_UP_ROUNDS = 2  # not counted: memory is newly allocated, and the runtime observes layers
 
 
-@checked
-class LayerCost:
-    """Of one layer, for one micro-batch; seconds and bytes.
+@renamed_argument(sample="example_inputs")
+def profile(
+    model: Model,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    sizes: Sequence[int] | None = None,
+    repeats: int = 7,
+    ranks: int = 1,
+    progress: bool = True,
+) -> Profile:
+    """Measure the time and memory of each layer of a model, on the device that it is on.
 
-    `activation` and `retained` are of what the layer itself wrote, so a stage keeps the sum of its
-    layers', and beside that what it reads from other stages and what is unsaved of what it sends.
+    `example_inputs` is a batch of inputs as `Pipeline.step` takes it, and `target` belongs to it.
+    With a `loss_fn`, the loss is part of the last layer. `sizes` are numbers of samples per
+    micro-batch, by default a quarter, a half and all of the example; for larger ones the example is
+    repeated. If several `ranks` will share the cores of this machine, as many run concurrently, on
+    copies of the model. The model itself is left unchanged.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> found = profile(model, torch.ones(8, 4))
+    >>> found.names, [each.samples for each in found.measurements]
+    (('0', '1', '2'), [2, 4, 8])
+    >>> [layer.activation for layer in found.at(16).layers]  # what the ReLU writes: 16 × 8 floats
+    [0.0, 512.0, 0.0]
     """
-
-    forward: Amount
-    input_grad: Amount  # with weight_grad what B takes
-    weight_grad: Amount
-    activation: Amount  # kept from F until I, without the layer's own inputs from other stages
-    retained: Amount  # the part of it that is kept until W
-    parameters: Amount
-    buffers: Amount
-    waiting: Amount = 0.0  # gradients that are kept from I until W, beside what is retained
-    halving: Amount = 0.0  # seconds by which F, I and W take longer than F and B, most of it in F
-    spread: Amount = 0.0  # seconds by which F and B together vary: half of what quartiles are apart
-    momentary: Amount = 0.0  # bytes beside all that, while its forward or backward runs
-
-    @property
-    def backward(self) -> float:
-        return self.input_grad + self.weight_grad
-
-    @property
-    def time(self) -> float:
-        return self.forward + self.backward
-
-
-@checked
-class ValueCost:
-    """A value that one layer writes and later ones read; bytes, for one micro-batch.
-
-    A reader on another stage gets it straight from the writer, once for all layers there. `writer`
-    is -1 for what the loader brings, which every rank has.
-    """
-
-    writer: Annotated[Whole, Field(ge=-1, le=MOST_COUNT)]
-    readers: tuple[Whole, ...]
-    size: Amount
-    unsaved: Amount = 0.0  # kept from F until I only if it is sent, and in no layer's activation
-    let_go: tuple[Whole, ...] = ()  # of its writer and readers those that do not keep it until W
+    profiled = ProfiledModel.of(model, example_inputs, loss_fn, target)
+    _check(profiled.layers, repeats, ranks)
+    microbatch_sizes = profiled.microbatch_sizes(sizes)
+    copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
+    num_rounds = WARM_UP_ROUNDS + repeats
+    with (
+        preserved_model(profiled.layers),
+        torch.random.fork_rng(devices=[]),
+        progress_bar(len(microbatch_sizes) * num_rounds, "rounds", enabled=progress) as begin,
+    ):
+        runners = [profiled.runner(size) for size in microbatch_sizes]
+        memory = [measure_activation_bytes(runner) for runner in runners]
+        others = [[_with_values(each.runner(size)) for each in copies] for size in microbatch_sizes]
+        rounds = [_run_round(runners, others, begin) for _ in range(num_rounds)][WARM_UP_ROUNDS:]
+        by_size = zip(*rounds, strict=True)
+        times = [[_median_times(column) for column in zip(*rows, strict=True)] for rows in by_size]
+        measurements = tuple(map(build_measurement, microbatch_sizes, runners, times, memory))
+    device = _device_name(profiled.layers, ranks)
+    return Profile(profiled.names, measurements, tied_parameters(runners[0]), device)
 
 
-@checked
-class Measurement:
-    """All layers and values, for a micro-batch of so many samples."""
-
-    samples: Count
-    layers: tuple[LayerCost, ...]
-    values: tuple[ValueCost, ...]
-
-    def over(self, layers: range, name: str) -> float:
-        """The sum of one of the layers' costs."""
-        sums = self._sums[name]
-        return sums[layers.stop] - sums[layers.start]
-
-    def momentary(self, layers: range) -> float:
-        """Of a stage, beside all that it keeps: a layer runs when what later ones kept is gone."""
-        most = freed = 0.0
-        for number in reversed(layers):
-            most = max(most, self.layers[number].momentary - freed)
-            freed += self.layers[number].activation
-        return most
-
-    @cached_property
-    def _sums(self) -> dict[str, list[float]]:
-        """Over the first layers, for a search asks for thousands of stages."""
-        return {
-            cost.name: list(accumulate((getattr(la, cost.name) for la in self.layers), initial=0.0))
-            for cost in fields(LayerCost)
-        }
-
-    @property
-    def spread(self) -> float:
-        """By which share times vary; short layers, which vary most, count as much as they take."""
-        taken = sum(layer.time for layer in self.layers)
-        return sum(layer.spread for layer in self.layers) / taken if taken else 0.0
-
-
-@checked
-class Tied:
-    """A parameter that several layers use: each rank that has one of them holds it once."""
-
-    layers: tuple[Whole, ...]
-    parameters: Amount  # bytes; part of each of these layers' own
-
-
-@checked
-class Profile:
-    """What `sl.profile` found; `at(samples)` gives costs for any size of micro-batch.
-
-    >>> layer = LayerCost(1.0, 1.0, 1.0, 100, 100, 40, 0)
-    >>> twice = LayerCost(1.5, 1.5, 1.5, 200, 200, 40, 0)
-    >>> profile = Profile(("a",), (Measurement(1, (layer,), ()), Measurement(2, (twice,), ())))
-    >>> profile.at(4).layers[0].forward, profile.at(4).layers[0].activation
-    (2.5, 400.0)
-    """
-
-    names: tuple[str, ...]  # of the layers
-    measurements: tuple[Measurement, ...]  # by ascending number of samples
-    tied: tuple[Tied, ...] = ()
-    device: str = ""  # what it was measured on
-
-    def __post_init__(self) -> None:
-        sizes = [measurement.samples for measurement in self.measurements]
-        if not sizes or sizes != sorted(set(sizes)):
-            raise PlanError(f"measurements are of {sizes} samples, but have to ascend")
-        for measurement in self.measurements:
-            self._check(measurement)
-            self._check_alike(measurement)
-        for weight in self.tied:
-            if not all(0 <= layer < len(self.names) for layer in weight.layers):
-                raise PlanError(
-                    f"a tied weight is of layers {shown(weight.layers)}, but layers go from 0 to "
-                    f"{len(self.names) - 1}"
-                )
-
-    def _check_alike(self, measurement: Measurement) -> None:
-        """All sizes of micro-batches have the same values between layers."""
-        first = self.measurements[0]
-        values, others = (
-            [(value.writer, value.readers, value.let_go) for value in each.values]
-            for each in (first, measurement)
-        )
-        if values != others:
+def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
+    for name, count in (("repeats", repeats), ("ranks", ranks)):
+        check_size(name, count, error=PlanError)
+        check_most(name, count, MOST_PROCESSES, error=PlanError)
+    for layer in layers:
+        if any(tensor.is_meta for tensor in layer.module.parameters()):
             raise PlanError(
-                f"the values of {measurement.samples} samples are not those of {first.samples}, "
-                "but they have the same writers and readers for every size: profile anew"
+                f"layer {layer.name!r} is on the meta device, but profile has to run it: build the "
+                "model on a device, or use estimate(), which needs only shapes"
             )
 
-    def _check(self, measurement: Measurement) -> None:
-        count = len(self.names)
-        if not count:
-            raise PlanError("the profile has no layers, but needs one at least")
-        check_most("the number of layers", count, MOST_LAYERS, error=PlanError)
-        if len(measurement.layers) != count:
-            raise PlanError(
-                f"{count} layers have names, but {len(measurement.layers)} have costs for "
-                f"{measurement.samples} samples: give each of them costs"
-            )
-        for value in measurement.values:
-            if not all(value.writer < reader < count for reader in value.readers):
-                raise PlanError(
-                    f"a value of layer {value.writer} is read by layers {shown(value.readers)}, "
-                    f"but readers come later, and before layer {count}"
-                )
-            if not {value.writer, *value.readers} >= set(value.let_go):
-                raise PlanError(
-                    f"a value of layer {value.writer} is let go by layers {shown(value.let_go)}, "
-                    "but these are of its writer and readers"
-                )
 
-    def at(self, samples: int) -> Measurement:
-        """Between measured sizes on a straight line; beyond them on that of the last two."""
-        check_size("samples", samples, error=PlanError)
-        check_most("samples", samples, MOST_SAMPLES, error=PlanError)
-        sizes = [measurement.samples for measurement in self.measurements]
-        if len(sizes) == 1:
-            only = self.measurements[0]
-            return _mixed(samples, only, only, samples / only.samples, grows=True)
-        right = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
-        low, high = self.measurements[right - 1 : right + 1]
-        share = (samples - low.samples) / (high.samples - low.samples)
-        return _mixed(samples, low, high, share)
+class ActionSeconds(NamedTuple):
+    """The times of one layer's actions in one round."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON."""
-        write_json(path, self)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> Profile:
-        return read_json(path, Profile)
-
-    def __str__(self) -> str:
-        """What layers cost in the largest micro-batch, and a hint if times vary much."""
-        largest = self.measurements[-1]
-        words = f"a micro-batch of {largest.samples} samples"
-        head = f"{words}, on {self.device}" if self.device else words
-        rows = map(_row, self.names, largest.layers)
-        lines = [head, table(COLUMNS, rows, left=COLUMNS[:1])]
-        spread = max(measurement.spread for measurement in self.measurements)
-        if spread > MUCH:
-            lines.append(f"times vary by ± {100 * spread:.0f} %: is something else running?")
-        return "\n".join(lines)
+    forward: float
+    backward: float
+    forward_in_halves: float
+    input_grad: float
+    weight_grad: float
 
 
-def _row(name: str, layer: LayerCost) -> tuple[str, ...]:
-    """A cell for each of `COLUMNS`."""
-    taken = layer.time
-    return (
-        name,
-        f"{1e3 * layer.forward:.4g}",
-        f"{1e3 * layer.backward:.4g}",
-        f"± {100 * layer.spread / taken:.0f} %" if layer.spread and taken else "",
-        format_bytes(layer.activation),
-        format_bytes(layer.parameters),
+def _run_round(
+    runners: Sequence[LayerRunner],
+    others: Sequence[Sequence[LayerRunner]],
+    begin: Callable[[], None],
+) -> list[list[ActionSeconds]]:
+    """Run all layers once for every size, so that a temporary slowdown affects all of them."""
+    times = []
+    for runner, concurrent in zip(runners, others, strict=True):
+        begin()
+        with _running_concurrently(concurrent):
+            times.append([_time_actions(runner, number) for number in range(len(runner.layers))])
+    return times
+
+
+def _with_values(runner: LayerRunner) -> LayerRunner:
+    runner.run_all()
+    return runner
+
+
+def _median_times(rounds: Sequence[ActionSeconds]) -> LayerTimes:
+    """Return the medians and their spread; B is divided in the ratio of I to W."""
+    usual = ActionSeconds(*(median(column) for column in zip(*rounds, strict=True)))
+    halves = usual.input_grad + usual.weight_grad
+    longer = usual.forward_in_halves + halves - usual.forward - usual.backward
+    return LayerTimes(
+        usual.forward,
+        usual.backward * usual.input_grad / halves,
+        usual.backward * usual.weight_grad / halves,
+        max(0.0, longer),
+        _spread([seconds.forward + seconds.backward for seconds in rounds]),
     )
 
 
-def _mixed(
-    samples: int, low: Measurement, high: Measurement, share: float, *, grows: bool = False
-) -> Measurement:
-    """`grows`: there is one measurement, and all but parameters and buffers grows with samples."""
+def _spread(times: Sequence[float]) -> float:
+    """Return half of the interquartile range.
 
-    def between(a: float, b: float) -> float:
-        if grows:
-            return a * share
-        if share > 1:  # noise must not make more samples cost less
-            return b + max(0.0, b - a) * (share - 1)
-        return max(0.0, a + (b - a) * share)
-
-    return Measurement(
-        samples,
-        tuple(_mixed_layer(a, b, between) for a, b in zip(low.layers, high.layers, strict=True)),
-        tuple(
-            replace(a, size=between(a.size, b.size), unsaved=between(a.unsaved, b.unsaved))
-            for a, b in zip(low.values, high.values, strict=True)
-        ),
-    )
+    >>> _spread([10.0, 11.0, 12.0, 13.0, 90.0])
+    1.0
+    """
+    if len(times) < 2:
+        return 0.0
+    low, _, high = quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2
 
 
-def _mixed_layer(a: LayerCost, b: LayerCost, between: Callable[[float, float], float]) -> LayerCost:
-    pairs = {
-        cost.name: (getattr(a, cost.name), getattr(b, cost.name)) for cost in fields(LayerCost)
-    }
-    mixed = {
-        name: pair[0] if name in ("parameters", "buffers") else between(*pair)
-        for name, pair in pairs.items()
-    }
-    return LayerCost(**mixed | {"retained": min(mixed["retained"], mixed["activation"])})
+def _time_actions(runner: LayerRunner, number: int) -> ActionSeconds:
+    """Time a layer in both ways, one after the other, so that other load affects both alike."""
+    whole, forward = _timed(lambda: runner.forward(number, in_halves=False))
+    gradients = runner.output_gradients(whole)
+    _, backward = _timed(lambda: runner.backward(whole, gradients))
+    halves, forward_in_halves = _timed(lambda: runner.forward(number, in_halves=True))
+    gradients = runner.output_gradients(halves)
+    _, input_grad = _timed(lambda: runner.backward(halves, gradients))
+    _, weight_grad = _timed(lambda: runner.weight_gradients(halves))
+    return ActionSeconds(forward, backward, forward_in_halves, input_grad, weight_grad)
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return a result and its time, including work queued on a GPU (untested on hardware)."""
+    start = perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, perf_counter() - start
+
+
+@contextmanager
+def _running_concurrently(runners: Sequence[LayerRunner]) -> Iterator[None]:
+    """Run the layers of other models in threads meanwhile, each starting at a different layer."""
+    num_threads, is_over = torch.get_num_threads(), Event()
+
+    def work(rank: int, runner: LayerRunner) -> None:
+        torch.set_num_threads(num_threads)  # OpenMP has a setting for each thread
+        count = len(runner.layers)
+        for turn in itertools.count(count * rank // (len(runners) + 1)):
+            if is_over.is_set():
+                return
+            _time_actions(runner, turn % count)
+
+    with ThreadPoolExecutor(max(1, len(runners)), thread_name_prefix="stageline-profile") as pool:
+        futures = [pool.submit(work, rank, runner) for rank, runner in enumerate(runners, start=1)]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for future in futures:
+        future.result()
+
+
+def _device_name(layers: LayerSequence, ranks: int) -> str:
+    weight = next(layers.modules.parameters(), None)
+    if weight is not None and weight.is_cuda:
+        return torch.cuda.get_device_name(weight.device)
+    return f"cpu, {ranks} ranks at once, {torch.get_num_threads()} threads each"

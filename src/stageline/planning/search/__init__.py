@@ -1,1 +1,1 @@
-"""Search for the fastest plan."""
+"""Search for the fastest configuration that fits in memory."""

@@ -315,4 +315,6 @@ def _drain(running: Running, error: Exception | None) -> None:
     try:
         running.drain()
     except StageError as failure:
-        raise error or failure from failure
+        if error is None:
+            raise
+        raise error from failure

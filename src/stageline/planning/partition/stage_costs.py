@@ -1,0 +1,215 @@
+"""Compute the time and memory of each stage of a cut from those of its layers.
+
+kept from F to I    what its layers write and save, what it reads from other stages, and what it
+                    keeps only because it is sent
+kept from I to W    the part of that which its weight gradients need, and gradients that wait
+recomputed          only what it reads from other stages; the rest is temporary
+offloaded           nothing; two micro-batches are temporary: one is in use while another is copied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from stageline.costs import Costs
+from stageline.errors import PlanError
+from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.profiling.profile_result import Measurement, TiedParameter, ValueCost
+from stageline.schedules.placement import Placement
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """Layers cut into stages, the ranks of the stages, and how their memory is reduced."""
+
+    balance: tuple[int, ...]
+    placement: Placement
+    recompute: tuple[bool, ...]  # by stage
+    offload: bool = False  # move activations that are not recomputed to the host
+    is_cut_for_memory: bool = False  # balanced as memory allows, not for speed alone
+
+    @property
+    def keeps_activations(self) -> bool:
+        """True if nothing is recomputed or offloaded."""
+        return not self.offload and not any(self.recompute)
+
+    @property
+    def layers_by_stage(self) -> list[range]:
+        return [range(*pair) for pair in pairwise(accumulate(self.balance, initial=0))]
+
+    @property
+    def stage_of_layer(self) -> list[int]:
+        return [stage for stage, layers in enumerate(self.layers_by_stage) for _ in layers]
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """The bytes of a micro-batch that pass between stages."""
+
+    read: list[float]  # by stage: received from other stages
+    unsaved: list[float]  # by stage: kept only because it is sent
+    sent: dict[tuple[int, int], float]  # by writing and reading stage
+    retained: list[float]  # by stage: correction to the bytes that its layers keep until W
+
+    @staticmethod
+    def of(values: Iterable[ValueCost], stage_of_layer: Sequence[int]) -> StageTraffic:
+        num_stages = stage_of_layer[-1] + 1
+        read, unsaved, retained = [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
+        sent: dict[tuple[int, int], float] = {}
+        for value in values:
+            if value.writer < 0:
+                continue  # every rank has the model's inputs
+            writer = stage_of_layer[value.writer]
+            readers = {stage_of_layer[reader] for reader in value.readers} - {writer}
+            if not readers:
+                continue  # it stays in its stage
+            for reader in readers:
+                read[reader] += value.size
+                sent[writer, reader] = sent.get((writer, reader), 0.0) + value.size
+            unsaved[writer] += value.unsaved
+            keepers = [n for n in (value.writer, *value.readers) if n not in value.let_go]
+            needed = {stage_of_layer[number] for number in keepers}
+            for reader in readers & needed:
+                retained[reader] += value.size
+            if needed and writer not in needed:  # the writer counts it if any layer needs it
+                retained[writer] -= value.size
+        return StageTraffic(read, unsaved, sent, retained)
+
+
+def stage_costs(
+    measurement: Measurement,
+    tied: Sequence[TiedParameter],
+    cut: StageCut,
+    devices: RankDevices,
+    *,
+    in_halves: bool,
+    optimizer: str,
+) -> Costs:
+    """Return the costs of the stages of a cut, in seconds and bytes.
+
+    `in_halves` if the schedule has I and W: then forwards take longer, and gradients wait.
+    """
+
+    def sums(name: str) -> list[float]:
+        return [measurement.sum_over(layers, name) for layers in cut.layers_by_stage]
+
+    traffic = StageTraffic.of(measurement.values, cut.stage_of_layer)
+    speeds = [devices.devices[rank].speed for rank in cut.placement]
+    forward, halving, input_grad, weight_grad = (
+        _divide(sums(name), speeds) for name in ("forward", "halving", "input_grad", "weight_grad")
+    )
+    memory = StageMemory.of(sums("activation"), sums("retained"), sums("waiting"), traffic, cut)
+    parameters = _parameter_bytes(sums("parameters"), tied, cut)
+    forwards = [f + h * in_halves for f, h in zip(forward, halving, strict=True)]
+    if cut.offload:  # a copy that takes longer than the work beside it delays the work
+        copies = [size / devices.cluster.host_bandwidth for size in memory.backward_needs]
+        forwards = [max(pair) for pair in zip(forwards, copies, strict=True)]
+        rows = zip(input_grad, weight_grad, copies, strict=True)
+        input_grad = [max(own, copy - other) for own, other, copy in rows]
+    return Costs(
+        forward=forwards,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        transfer=_transfer_seconds(traffic, cut.placement, devices),
+        activation=memory.from_f_to_i,
+        retained=memory.still_until_w,
+        waiting=[size * in_halves for size in memory.from_i_to_w],
+        recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
+        working_set=[
+            size + measurement.temporary_bytes(layers)
+            for size, layers in zip(memory.temporary, cut.layers_by_stage, strict=True)
+        ],
+        parameters=[a + b for a, b in zip(parameters, sums("buffers"), strict=True)],
+        gradients=sums("parameters"),
+        optimizer_state=[num_optimizer_states(optimizer) * size for size in parameters],
+    )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The bytes of a micro-batch that each stage keeps."""
+
+    backward_needs: list[float]  # all that its backward needs, unless it is recomputed
+    from_f_to_i: list[float]
+    still_until_w: list[float]  # the part of that which is kept until W
+    from_i_to_w: list[float]  # kept only from I to W
+    temporary: list[float]  # while I or B runs
+
+    @staticmethod
+    def of(
+        activation: list[float],
+        retained: list[float],
+        waiting: list[float],
+        traffic: StageTraffic,
+        cut: StageCut,
+    ) -> StageMemory:
+        memory = StageMemory([], [], [], [], [])
+        for stage, recomputed in enumerate(cut.recompute):
+            read = traffic.read[stage]
+            needed = activation[stage] + read + traffic.unsaved[stage]
+            until_w = min(max(0.0, retained[stage] + traffic.retained[stage]), needed)
+            kept = read if recomputed else 0.0 if cut.offload else needed
+            # offloaded: while one micro-batch is in use, another is copied
+            is_copied = cut.offload and not recomputed
+            memory.backward_needs.append(0.0 if recomputed else needed)
+            memory.from_f_to_i.append(kept)
+            memory.still_until_w.append(min(until_w, kept))
+            # what was recomputed or copied back for I stays until W
+            memory.from_i_to_w.append(waiting[stage] + until_w - min(until_w, kept))
+            memory.temporary.append(2 * needed if is_copied else needed - kept)
+        return memory
+
+
+def num_optimizer_states(optimizer: str) -> int:
+    """Return the number of tensors that an optimizer keeps per parameter, of its size and type."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise PlanError(
+            f"optimizer is {optimizer!r}, but has to be one of {', '.join(OPTIMIZER_STATES)}"
+        )
+    return OPTIMIZER_STATES[optimizer]
+
+
+def reduction_seconds(
+    costs: Costs, placement: Placement, devices: RankDevices
+) -> tuple[float, ...]:
+    """Return for each stage the time of a ring all-reduce of its gradients over all replicas."""
+    gradients = costs.per_stage("gradients", len(placement))
+    rates = (devices.all_reduce_seconds(rank) for rank in placement)
+    return tuple(
+        fixed + per_byte * size for (fixed, per_byte), size in zip(rates, gradients, strict=True)
+    )
+
+
+def _divide(times: Sequence[float], speeds: Sequence[float]) -> list[float]:
+    return [time / speed for time, speed in zip(times, speeds, strict=True)]
+
+
+def _parameter_bytes(
+    sizes: Sequence[float], tied: Sequence[TiedParameter], cut: StageCut
+) -> list[float]:
+    """Count a tied parameter once per rank, in the stage of its first layer there."""
+    by_stage = list(sizes)
+    stage_of_layer = cut.stage_of_layer
+    for parameter in tied:
+        ranks = set()
+        for layer in parameter.layers:
+            stage = stage_of_layer[layer]
+            if cut.placement[stage] in ranks:
+                by_stage[stage] -= parameter.parameters
+            ranks.add(cut.placement[stage])
+    return by_stage
+
+
+def _transfer_seconds(
+    traffic: StageTraffic, placement: Placement, devices: RankDevices
+) -> list[float]:
+    """Return for each stage the time until its slowest reader has received what it wrote."""
+    times = [0.0] * len(placement)
+    for (writer, reader), size in traffic.sent.items():
+        link = devices.link(placement[writer], placement[reader])
+        times[writer] = max(times[writer], link.latency + size / link.bandwidth)
+    return times
