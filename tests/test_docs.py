@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from docs.tree import TREE
+from docs.tree import IMPORT_ORDER, TREE
+from tests.test_house import PACKAGES
 
 from stageline import cli
 
@@ -215,3 +216,7 @@ def test_tree_of_files_is_complete() -> None:
         else:
             files.add(folders[-1] / name)
     assert files == set((ROOT / "src" / "stageline").rglob("*.py"))
+
+
+def test_tree_of_files_is_in_the_order_of_imports() -> None:
+    assert IMPORT_ORDER == PACKAGES
