@@ -39,7 +39,7 @@ def owned(make: Make, *, rate: float | Tensor = 0.1, num_ranks: int = 2) -> sl.P
     def optimizer(weights: list[nn.Parameter]) -> Optimizer:
         return SGD(weights, rate.clone() if isinstance(rate, Tensor) else rate, momentum=0.9)
 
-    return pipeline(num_ranks, optimizer=optimizer, scheduler=make)
+    return pipeline(num_ranks, optimizer_fn=optimizer, scheduler_fn=make)
 
 
 def train_owned(pipe: sl.Pipeline, steps: range) -> None:

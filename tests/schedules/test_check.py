@@ -176,6 +176,11 @@ BROKEN = {
         "0F2@0 uses older weights than 0F1@1, but these are freed by then: use its version",
         ("0F1@1", "0F2@0"),
     ),
+    "mini-batches in order": Broken(
+        Schedule.from_text("0F1@0 0F0@0 0B0@0 0STEP@1 0B1@0 0STEP@2"),
+        "0F0@0 comes after 0F1@0 of a later mini-batch: swap them",
+        ("0F1@0", "0F0@0"),
+    ),
     "step after its gradients": Broken(
         Schedule.from_text("0F0@0 0STEP@1 0B0@0"),
         "0B0@0 comes after 0STEP@1, which needs its gradient: swap them",
@@ -382,7 +387,7 @@ def test_replicas_that_wait_for_each_others_gradients_are_a_deadlock() -> None:
         Schedule.from_text(
             "0F0@0 0B0@0 0STEP@1 0F2@1 0B2@1 0STEP@2",
             "0F1@0 0B1@0 0STEP@1 0F3@1 0B3@1 0STEP@2",
-            "1F0@0 1B0@0 1F2@0 1F1@0 1B1@0 1STEP@1 1B2@0 1F3@1 1B3@1 1STEP@2",
+            "1F0@0 1B0@0 1F1@0 1F2@0 1B1@0 1STEP@1 1B2@0 1F3@1 1B3@1 1STEP@2",
         )
     ).splitlines()
     assert message == (

@@ -116,7 +116,7 @@ def check(streams: list[Trained]) -> None:
 
 def build(rule: str, **options: Any) -> sl.Pipeline:
     options |= {"num_ranks": dist.get_world_size(), "seed": SEED, "timeout": 20.0}
-    return sl.Pipeline(model(), mse_loss, **grouped(options), **grouped(SCHEDULES[rule]))
+    return sl.Pipeline(model(), mse_loss, **grouped(options | SCHEDULES[rule]))
 
 
 def whole_streams(num_ranks: int) -> Iterator[Trained]:

@@ -107,6 +107,22 @@ def older_versions(facts: StreamFacts) -> Iterator[Violation]:
                 latest = cell, action
 
 
+def minibatches_out_of_order(facts: StreamFacts) -> Iterator[Violation]:
+    """Yield forwards of a mini-batch that come after those of a later one.
+
+    Messages are received in the order in which they are sent, none before its mini-batch begins.
+    """
+    size = facts.schedule.num_microbatches
+    for row in facts.rows.values():
+        latest: tuple[Cell, Action] | None = None
+        for cell, action in row:
+            if action.kind is Kind.F:
+                if latest and action.microbatch // size < latest[1].microbatch // size:
+                    yield Violation([latest[0], cell], {"action": action, "later": latest[1]})
+                else:
+                    latest = cell, action
+
+
 def stepped_too_early(facts: StreamFacts) -> Iterator[Violation]:
     for row in facts.rows.values():
         stepped: dict[int, tuple[Cell, Action]] = {}
@@ -159,6 +175,11 @@ STREAM_RULES = (
         "versions never decrease",
         older_versions,
         "{action} uses older weights than {before}, but these are freed by then: use its version",
+    ),
+    Rule(
+        "mini-batches in order",
+        minibatches_out_of_order,
+        "{action} comes after {later} of a later mini-batch: swap them",
     ),
     Rule(
         "step after its gradients",
