@@ -118,6 +118,34 @@ def renamed_argument(**new_names: str) -> Callable[[F], F]:
     return decorate
 
 
+class RenamedAttribute:
+    """An old name of an attribute or method, which works with a `DeprecationWarning`.
+
+    >>> class Schedule:
+    ...     home = RenamedAttribute("rank_of")
+    ...     rank_of = 3
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     Schedule().home
+    3
+    >>> print(caught[0].message)
+    Schedule.home is deprecated: use rank_of
+    """
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        message = f"{self.old} is deprecated: use {self.new}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(instance, self.new)
+
+
 def shown(value: object) -> str:
     """Return a value as errors show it: by type and size if its repr is long or raises.
 

@@ -25,7 +25,7 @@ from stageline.runtime.batches import input_gradients
 from stageline.runtime.batches.call import call
 from stageline.runtime.batches.cut_batch import training_batch
 from stageline.runtime.batches.result import StepResult, broadcast_results
-from stageline.runtime.batches.run import StepResults, run
+from stageline.runtime.batches.stream_results import StepResults, run
 from stageline.runtime.devices import Device
 from stageline.runtime.engine.minibatch import Purpose
 from stageline.runtime.engine.recorder import Recorder

@@ -16,8 +16,8 @@ from stageline.model.split import cut
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
 from stageline.runtime.devices import Device, by_rank
+from stageline.runtime.engine.open_session import open_backend, open_session
 from stageline.runtime.engine.session import Session
-from stageline.runtime.engine.setup import open_backend, open_session
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.exactness.shared_buffers import check_shared_norms
 from stageline.runtime.exactness.unregistered_weights import check_tensors

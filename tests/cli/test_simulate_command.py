@@ -16,7 +16,7 @@ from stageline.errors import CostsError
 from stageline.report.summary import number
 from stageline.schedules.build import schedule_names
 from stageline.schedules.check import check
-from stageline.schedules.families.table import FAMILIES
+from stageline.schedules.families.registry import FAMILIES
 from stageline.schedules.schedule import Schedule
 
 

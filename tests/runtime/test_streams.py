@@ -28,7 +28,7 @@ from stageline.model.layers import LayerSequence
 from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.runtime.batches.result import StepResult
-from stageline.runtime.batches.run import StepResults
+from stageline.runtime.batches.stream_results import StepResults
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.schedules.build import schedule_names
 from stageline.zoo.cases import grouped

@@ -41,7 +41,7 @@ MAX_STEP = 10**15
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one process has to write, and where."""
+    """The part of a checkpoint that one process writes, and its folder."""
 
     folder: Path
     record: Record  # without its files

@@ -21,7 +21,7 @@ from stageline.files import read_json
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import build_schedule, family_of, schedule_names
 from stageline.schedules.check import check
-from stageline.schedules.families.table import FAMILIES
+from stageline.schedules.families.registry import FAMILIES
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 

@@ -16,7 +16,7 @@ from stageline.errors import ReportError, ScheduleError, StagelineError
 from stageline.report.summary import number, percent, share_range
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import schedule_names
-from stageline.schedules.families.table import FAMILIES
+from stageline.schedules.families.registry import FAMILIES
 
 COMPARED_MINIBATCHES = 8  # if an asynchronous schedule is compared and no number is given
 

@@ -18,8 +18,8 @@ from stageline.planning.replan import (
 )
 from stageline.report.timeline import Timeline
 from stageline.runtime.engine.assembly import assemble
-from stageline.runtime.engine.everywhere import everywhere
 from stageline.runtime.engine.recorder import Recorder
+from stageline.runtime.engine.run_everywhere import everywhere
 from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.shared_buffers import check_shared_norms
 from stageline.runtime.exactness.tied_weights import TiedWeights

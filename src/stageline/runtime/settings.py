@@ -1,4 +1,4 @@
-"""How a pipeline computes: everything that its user chose, checked once."""
+"""The settings of a pipeline, as its user chose them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CountFunction = Callable[[Any], float | Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a pipeline does with its layers, wherever they are."""
+    """The settings of a pipeline that do not depend on where its layers are."""
 
     loss_fn: LossFunction
     recompute: tuple[str, ...]  # by stage

@@ -10,7 +10,7 @@ from typing import Any
 from stageline.arguments import check_arguments, check_size, check_type, shown
 from stageline.costs import Costs
 from stageline.errors import ScheduleError
-from stageline.schedules.families.table import FAMILIES, ScheduleFamily
+from stageline.schedules.families.registry import FAMILIES, ScheduleFamily
 from stageline.schedules.program.stream import as_stream
 from stageline.schedules.schedule import Schedule
 

@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import cast
 
-from stageline.arguments import check_type, shown
+from stageline.arguments import RenamedAttribute, check_type, shown
 from stageline.errors import ScheduleError
 from stageline.files import write_text
 from stageline.limits import MOST_STAGES, check_most
@@ -110,6 +110,8 @@ class Schedule:
     def is_stream(self) -> bool:
         """Return whether actions name weight versions, and optimizer steps are included."""
         return any(a.version != NO_VERSION for row in self.actions for a in row)
+
+    home = RenamedAttribute("rank_of")
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs a micro-batch on a stage."""

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import stageline as sl
 from stageline.model.layers import LayerSequence
 from stageline.runtime.batches.result import StepResult
-from stageline.runtime.batches.run import StepResults
+from stageline.runtime.batches.stream_results import StepResults
 from stageline.zoo.cases import grouped
 from stageline.zoo.plain_asynchronous import train_asynchronously
 

@@ -1,4 +1,4 @@
-"""The seam between the loop and where it runs: one backend for each way to run ranks.
+"""The interface between the loop and where it runs: one backend for each way to run ranks.
 
     serial      all ranks in the calling thread, in turns
     threads     a thread for each rank
@@ -36,7 +36,7 @@ class Group(Enum):
 
 
 class Collectives(Protocol):
-    """What processes do together; all of them make the same calls in the same order.
+    """Operations of several processes; all of them make the same calls in the same order.
 
     `what` names it in errors. `group` is a `Group`, and ranks count within it.
     """
@@ -81,7 +81,7 @@ class Collectives(Protocol):
 
 
 class Transport(Protocol):
-    """How the messages of one stream travel between ranks."""
+    """Carries the messages of one stream between ranks."""
 
     def send(self, key: MessageKey, message: Message) -> None:
         """Hand a message over, and go on."""
@@ -110,7 +110,7 @@ class Running(Protocol):
 
 
 class Backend(Protocol):
-    """Where ranks run."""
+    """Runs ranks, in this process or across several."""
 
     @property
     def collectives(self) -> Collectives: ...

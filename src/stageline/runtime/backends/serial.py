@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stageline.runtime.backends.failures import stage_error
-from stageline.runtime.backends.local import LocalCollectives
+from stageline.runtime.backends.local_collectives import LocalCollectives
 from stageline.runtime.backends.mailbox import Meetings
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Actions, Message, MessageKey, MiniBatch, Stream

@@ -16,7 +16,7 @@ import torch
 
 from stageline.errors import ModelError, StageError
 from stageline.runtime.backends.failures import stage_error
-from stageline.runtime.backends.local import LocalCollectives
+from stageline.runtime.backends.local_collectives import LocalCollectives
 from stageline.runtime.backends.mailbox import Mailbox, PostOffice, RankStopped
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
@@ -47,7 +47,7 @@ class ThreadsBackend:
 
 
 class Gate:
-    """Where rank threads wait for mini-batches, and the caller for the ranks.
+    """Makes rank threads wait for mini-batches, and the caller for the ranks.
 
     State: how many mini-batches came, whether more will, and how far each rank is.
     """

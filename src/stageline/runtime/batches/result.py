@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stageline.arguments import RenamedAttribute
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.optimizers.stage_optimizers import Update
@@ -26,7 +27,7 @@ class Loss(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What is known of a step when it is done."""
+    """The losses and updates of a step."""
 
     losses: list[Loss]  # by micro-batch
     updates: dict[int, Update]  # by stage, if the pipeline steps the optimizer
@@ -44,6 +45,8 @@ class StepResult:
     @cached_property
     def results(self) -> Results:
         return self.fetch()
+
+    told = RenamedAttribute("results")
 
     @property
     def losses(self) -> list[Loss]:

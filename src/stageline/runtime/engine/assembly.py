@@ -11,7 +11,7 @@ from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.replicas import Replicas
 from stageline.runtime.exactness.shared_buffers import SharedBuffers
 from stageline.runtime.exactness.tied_weights import TiedWeights
-from stageline.runtime.optimizers.late_clipping import LateClipping
+from stageline.runtime.optimizers.clip_after_step import LateClipping
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import edges_of, is_asynchronous
 from stageline.runtime.placement.layout import Layout

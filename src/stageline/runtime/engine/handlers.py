@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from stageline.model.layers import Value
+from stageline.runtime.engine.exchange_tied_gradients import exchange_gradients
 from stageline.runtime.engine.loop import Handlers, RankRun
 from stageline.runtime.engine.minibatch import (
     Actions,
@@ -22,7 +23,6 @@ from stageline.runtime.engine.minibatch import (
     RecordedAction,
 )
 from stageline.runtime.engine.tasks import Task
-from stageline.runtime.engine.tied_exchange import exchange_gradients
 from stageline.runtime.exactness.in_place import NO_MARKS, Mark, Marks
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.clipping import clip_factor, gradient_norms, scale_, total_norm

@@ -33,7 +33,7 @@ BACKWARDS = frozenset(
 
 
 class Purpose(Enum):
-    """What a program is run for."""
+    """The purpose of a run: it decides which actions of a program are carried out."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"  # no backward will come
@@ -55,7 +55,7 @@ KINDS = {
 
 
 class Message(NamedTuple):
-    """What one stage sends another."""
+    """A message from one stage to another."""
 
     contents: Any  # by value; or numbers that ranks exchange
     sent_at: float
@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
 
 class RecordedAction(NamedTuple):
-    """When a rank ran an action and what it waited for, in seconds of `perf_counter`."""
+    """The times at which a rank ran an action, in seconds of `perf_counter`."""
 
     action: Action
     asked: float  # when it began to wait for its messages

@@ -22,10 +22,10 @@ from stageline.runtime.backends.backend import Backend, Running
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.engine.assembly import Assembly
-from stageline.runtime.engine.everywhere import everywhere
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose, Stream
 from stageline.runtime.engine.recorder import Recorder, Recording
+from stageline.runtime.engine.run_everywhere import everywhere
 from stageline.runtime.exactness.state_values import are_equal_generators, global_generators
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers

@@ -1,6 +1,6 @@
-"""What is known of a rank's actions before any data comes: what they await, give and keep.
+"""The tasks of each rank: its actions, with all that is known of them before any data comes.
 
-It is worked out once: with emulated devices a millisecond of ours is a millisecond of theirs.
+They are worked out once: what the host does between two actions is idle time of its device.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ def tasks_of(period: Period, stages: Sequence[Stage]) -> tuple[tuple[Task, ...],
 
 
 def depth(row: Sequence[PeriodEntry], position: int) -> int:
-    """How many older versions than the one that is made here are still used after it.
+    """Return how many older versions than the one that a step makes are still used after it.
 
-    What stands further on in the row uses its weights in this segment; all others not before the
-    next one.
+    Entries behind the step use their weights in this segment, all others in the next one.
     """
     made = row[position]
     if made.action.kind is not Kind.STEP:
@@ -159,7 +158,7 @@ def _gives(
 
 
 def _waits(beat: PeriodEntry, following: PeriodEntry | None) -> bool:
-    """Whether what this forward keeps is not needed at once."""
+    """Return whether something else runs between a forward and its backward."""
     action = beat.action
     is_next = (
         following is not None

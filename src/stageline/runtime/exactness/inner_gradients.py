@@ -240,7 +240,7 @@ def _may_use_forward_mode(module: nn.Module) -> bool:
         item
         for part in parts
         for base in part.__mro__
-        if not base.__module__.startswith("torch.")
+        if not (base.__module__ or "").startswith("torch.")
         for item in vars(base).values()
     ]
     return any(_names_forward_mode(function, visited) for function in functions)
@@ -250,7 +250,7 @@ def _names_forward_mode(item: object, visited: set[object]) -> bool:
     item = getattr(item, "__func__", item)
     if not isinstance(item, FunctionType) or item in visited:
         return False
-    if item.__module__.startswith("torch."):
+    if (item.__module__ or "").startswith("torch."):
         return False
     visited.add(item)
     names = set(_names(item.__code__))

@@ -1,4 +1,4 @@
-"""How far a rank can run on weights that may turn out to be wrong, and what to repeat then.
+"""Which tasks a rank can run on weights that may turn out to be wrong, and repeat then.
 
 Forwards can be repeated: nothing but messages has left the rank. A rank that repeats its forwards
 sends their messages again, and all ranks repeat theirs. So messages of the first attempt that were
@@ -29,7 +29,7 @@ class RankSpeculation(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """What can be repeated, if weights turn out to be wrong."""
+    """The tasks that can be repeated if weights turn out to be wrong."""
 
     by_rank: tuple[RankSpeculation, ...]
     messages: frozenset[Action]  # that are sent again then

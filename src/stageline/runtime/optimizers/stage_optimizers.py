@@ -37,7 +37,7 @@ WATCHED = ("lr", "momentum", "betas", "weight_decay")
 
 
 class Update(NamedTuple):
-    """What a step did to a stage."""
+    """The effect of a step on a stage."""
 
     is_skipped: bool
     norm: float  # of the change of its weights, or of their gradients if it was not watched

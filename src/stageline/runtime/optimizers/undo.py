@@ -32,7 +32,7 @@ from stageline.torch_private import has_step_hooks
 
 @dataclass(frozen=True)
 class UndoRecord:
-    """What a step loses: the options of each group, and which weights had no state."""
+    """Values that a step overwrites: options of each group, and which weights had no state."""
 
     options: tuple[dict[str, Any], ...]
     without_state: frozenset[Tensor]

@@ -90,14 +90,11 @@ class Layout:
         return LayerSequence(self.layers_here).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-        """Copy parameters and buffers of this process from those of the whole model."""
-        known = {f"{layer.name}." for layer in self.layers}
-        unknown = [name for name in state_dict if not any(map(name.startswith, known))]
-        if strict and unknown:
-            raise ModelError(
-                f"the state has {unknown[0]!r}, but the model has no such parameter or buffer: "
-                "use strict=False to ignore it"
-            )
+        """Copy parameters and buffers of this process from those of the whole model.
+
+        Everything is checked before anything is changed.
+        """
+        self._check_state(state_dict, strict=strict)
         for layer in self.layers_here:
             prefix = f"{layer.name}."
             own = {
@@ -105,10 +102,27 @@ class Layout:
                 for name, tensor in state_dict.items()
                 if name.startswith(prefix)
             }
-            try:
-                layer.module.load_state_dict(own, strict=strict)
-            except RuntimeError as error:
-                raise ModelError(f"layer {layer.name!r}: {error}") from error
+            layer.module.load_state_dict(own, strict=strict)
+
+    def _check_state(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        prefixes = tuple(f"{layer.name}." for layer in self.layers)
+        for name in state_dict:
+            if strict and not name.startswith(prefixes):
+                raise ModelError(
+                    f"the state has {name!r}, but the model has no such parameter or buffer: use "
+                    "strict=False to ignore it"
+                )
+        for name, tensor in self.state_dict().items():
+            if name not in state_dict and strict:
+                raise ModelError(
+                    f"the state lacks {name!r}, but the model has it: use strict=False to keep it"
+                )
+            found = state_dict.get(name)
+            if isinstance(found, torch.Tensor) and found.shape != tensor.shape:
+                raise ModelError(
+                    f"{name!r} has shape {tuple(found.shape)} in the state, but "
+                    f"{tuple(tensor.shape)} in the model: load the state of the same model"
+                )
 
     def stage_parameters(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters of a stage's layers, each once."""

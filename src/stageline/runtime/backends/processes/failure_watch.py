@@ -182,12 +182,12 @@ class FailureWatch:
 
     @property
     def is_store_answering(self) -> bool:
-        """Whether the store has answered lately: calls just hang if the network is down."""
+        """Return whether the store has answered lately: calls just hang if the network is down."""
         return self.is_store_reachable and monotonic() - self.last_answer < STORE_TIMEOUT
 
     @property
     def holds_store(self) -> bool:
-        """Whether the store is in this process, which is the first one without torchrun."""
+        """Return whether the store is in this process, which is the first one without torchrun."""
         return dist.is_initialized() and dist.get_rank() == 0 and not is_store_of_torchrun()
 
     def _ask(self, ask: Callable[[], Answer]) -> Answer | None:

@@ -131,20 +131,7 @@ def connect(
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
     the ranks of each stage, if they take turns.
     """
-    if not dist.is_initialized():
-        raise ModelError(
-            "backend is 'processes', but there is no process group: start the script with torchrun "
-            "and call torch.distributed.init_process_group()"
-        )
-    grid = _grid(mesh)
-    if grid.shape[1] != num_ranks:
-        found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
-        raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
-    if stages and grid.numel() > num_ranks:
-        raise ModelError(
-            f"mesh has {grid.numel()} processes for {num_ranks} ranks with replicas of stages, but "
-            "replicas of single stages and of the whole pipeline do not go together: use one"
-        )
+    grid = _checked_grid(mesh, num_ranks, has_siblings=bool(stages))
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
     opened: list[OwnedGroup] = []
     watch = _assembled(grid, limit, lambda: hang_up(opened))
@@ -175,6 +162,25 @@ def connect(
         watch.leave()
         raise StageError(f"{told}\n  {error}") from None
     return groups
+
+
+def _checked_grid(mesh: DeviceMesh | None, num_ranks: int, *, has_siblings: bool) -> torch.Tensor:
+    """Return the grid of global ranks; raise unless it has a process for each rank."""
+    if not dist.is_initialized():
+        raise ModelError(
+            "backend is 'processes', but there is no process group: start the script with torchrun "
+            "and call torch.distributed.init_process_group()"
+        )
+    grid = _grid(mesh)
+    if grid.shape[1] != num_ranks:
+        found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
+        raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
+    if has_siblings and grid.numel() > num_ranks:
+        raise ModelError(
+            f"mesh has {grid.numel()} processes for {num_ranks} ranks with replicas of stages, but "
+            "replicas of single stages and of the whole pipeline do not go together: use one"
+        )
+    return grid
 
 
 def _assembled(grid: torch.Tensor, limit: float, cancel_waits: Callable[[], None]) -> FailureWatch:

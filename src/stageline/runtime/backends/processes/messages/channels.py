@@ -151,7 +151,7 @@ class Outgoing:
             self._post(peer, layout.packing.pack(tensors, aliased), layout.packing.tag)
 
     def flush(self, beyond: int = 0) -> None:
-        """If they take more than so many bytes."""
+        """Hand new messages to the thread, if they take more than so many bytes."""
         if self.num_bytes > beyond:
             self.leaving.put(self.fresh)
             self.fresh, self.num_bytes = [], 0
@@ -177,7 +177,7 @@ class Outgoing:
 
 
 def _actual_shapes(layout: MessageLayout, contents: Mapping[Value, Any]) -> tuple[ValueSpec, ...]:
-    """Of a message whose form depends on data; a gradient has that of its value."""
+    """Return the shapes of a message that depend on data; a gradient has those of its value."""
     if layout.is_forward:
         return tuple(ValueSpec.of(contents[value]) for value in layout.values)
     return tuple(

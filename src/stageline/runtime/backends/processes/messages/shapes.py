@@ -68,7 +68,7 @@ class ValueSpec(NamedTuple):
 
     @property
     def has_only_tensors(self) -> bool:
-        """Whether all leaves are tensors or None."""
+        """Return whether all leaves are tensors or None."""
         return all(leaf is None or isinstance(leaf, TensorSpec) for leaf in self.leaves)
 
     def tensors(self, value: Any) -> list[Tensor]:

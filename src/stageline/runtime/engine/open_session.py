@@ -12,8 +12,8 @@ from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.engine.assembly import assemble
+from stageline.runtime.engine.exchange_tied_gradients import broadcast_weights
 from stageline.runtime.engine.session import Session
-from stageline.runtime.engine.tied_exchange import broadcast_weights
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import is_asynchronous
