@@ -75,7 +75,8 @@ class Loop:
 
     def run(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Actions:
         """Run all that a rank does from the beginning of one mini-batch to that of the next."""
-        run = RankRun(self, rank, segment, stream, transport, self.handlers)
+        boxes = stream.boxes.setdefault(rank, Boxes({}, {}))
+        run = RankRun(self, rank, segment, stream, transport, self.handlers, boxes)
         return (stream.run_rank or run_tasks)(run)
 
 
@@ -89,10 +90,7 @@ class RankRun:
     stream: Stream
     transport: Transport
     handlers: Handlers
-
-    @property
-    def boxes(self) -> Boxes:
-        return self.stream.boxes.setdefault(self.rank, Boxes({}, {}))
+    boxes: Boxes  # the rank's own messages
 
     def with_handlers(self, handlers: Handlers) -> RankRun:
         return replace(self, handlers={**self.handlers, **handlers})
