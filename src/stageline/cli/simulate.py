@@ -79,7 +79,7 @@ def _compare(names: Sequence[str], request: ScheduleRequest) -> None:
 def _comparison(timelines: Sequence[Timeline]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("schedule")
-    columns = ["makespan", "at best", "step bubble", "span bubble", "peak activations"]
+    columns = ["makespan", "lower bound", "step bubble", "span bubble", "peak activations"]
     are_streams = any(timeline.schedule.is_stream for timeline in timelines)
     for column in columns + ["fill to drain busy"] * are_streams:
         table.add_column(column, justify="right")
