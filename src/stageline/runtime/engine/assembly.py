@@ -36,7 +36,7 @@ class Assembly:
     stages: tuple[Stage, ...]
     replicas: Replicas
     shared_buffers: SharedBuffers
-    clips_late: bool  # gradients are clipped after a step that can be taken back
+    clips_late: bool  # gradients are clipped after a step that can be taken back, without barriers
 
     @cached_property
     def is_asynchronous(self) -> bool:
@@ -102,7 +102,7 @@ def assemble(
         tuple(_stages(layout, settings, tied)),
         Replicas(collectives, layout),
         SharedBuffers(layout.layers, layout.stages),
-        _clips_late(layout, settings, collectives, optimizers),
+        not tied.by_weight and _clips_late(layout, settings, collectives, optimizers),
     )
 
 
