@@ -94,3 +94,26 @@ def test_attributes_that_were_renamed_still_answer() -> None:
     result = pipe.step(*batch())
     with pytest.warns(DeprecationWarning, match="use results"):
         assert result.told == result.results
+
+
+def test_reports_of_fit_still_have_words(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = build()
+    optimizer = SGD(pipe.parameters(), 0.1)
+    report = sl.fit(pipe, [batch()], optimizer, steps=1)[-1]
+    with pytest.warns(DeprecationWarning, match="use summary"):
+        assert report.words() == report.summary
+    assert report.summary in capsys.readouterr().out
+
+
+def test_profiles_and_plans_still_answer_to_their_old_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    given: dict[str, Any] = {"loss_fn": mse_loss, "target": torch.ones(4, 3)}
+    profile = sl.profile(model, torch.ones(4, 3), repeats=1, **given)
+    plan = sl.plan(profile, sl.Cluster(num_devices=2, memory="1GiB"), batch_size=4)
+    with pytest.warns(DeprecationWarning, match="use description"):
+        assert plan.chosen.words == plan.chosen.description
+    measurement = profile.measurements[0]
+    with pytest.warns(DeprecationWarning, match="use sum_over"):
+        assert measurement.over(range(2), "forward") == measurement.sum_over(range(2), "forward")
+    with pytest.warns(DeprecationWarning, match="use temporary_bytes"):
+        assert measurement.momentary(range(2)) == measurement.temporary_bytes(range(2))

@@ -179,6 +179,11 @@ class Pipeline:
         return self._session.num_steps
 
     @property
+    def seed(self) -> int:
+        """Return what random numbers depend on, beside the number of steps."""
+        return self._session.seed
+
+    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """Return the optimizers that the pipeline owns, by stage; those of this process."""
         optimizers = self._session.optimizers

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field
 
-from stageline.arguments import check_type, shown
+from stageline.arguments import RenamedAttribute, check_type, shown
 from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError
 from stageline.limits import MOST_COUNT, MOST_PLAN_BYTES
@@ -78,6 +78,8 @@ class PlanOption:
     def is_asynchronous(self) -> bool:
         """True if weights are updated while micro-batches are in flight."""
         return self.schedule in schedule_names(synchronous=False)
+
+    words = RenamedAttribute("description")
 
     @property
     def description(self) -> str:

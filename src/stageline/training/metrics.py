@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -54,6 +55,12 @@ class Report:
         memory = format_bytes(max(self.peak_memory))
         bubble = "" if self.bubble is None else f"bubble {percent(self.bubble)}   "
         return f"loss {self.loss:.4f}   {speed}   {bubble}{memory}"
+
+    def words(self) -> str:
+        """Return `summary`, under its name in version 0.1."""
+        message = "Report.words() is deprecated: use summary"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.summary
 
 
 WriteReport = Callable[[Report], None]

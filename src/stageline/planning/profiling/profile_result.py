@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stageline.arguments import check_size, shown
+from stageline.arguments import RenamedAttribute, check_size, shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_COUNT, MOST_LAYERS, MOST_SAMPLES, check_most
 from stageline.planning.console import format_table
@@ -83,6 +83,9 @@ class Measurement:
     samples: Count
     layers: tuple[LayerCost, ...]
     values: tuple[ValueCost, ...]
+
+    over = RenamedAttribute("sum_over")
+    momentary = RenamedAttribute("temporary_bytes")
 
     def sum_over(self, layers: range, name: str) -> float:
         """Return the sum of one field of `LayerCost` over consecutive layers."""
