@@ -82,9 +82,9 @@ def open_pipeline(
         options.accumulate,
         options.offload,
     )
-    connect_outputs = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
+    connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
     places = stages, order, devices_by_rank
-    return open_session(layers, *places, settings, connect_outputs, options.seed, init_fn)
+    return open_session(layers, *places, settings, connected, options.seed, init_fn)
 
 
 def _default_backend(mesh: DeviceMesh | None) -> str:
