@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.mutations import Mutation, choose, mutations
 
 ROOT = Path(__file__).parents[1]
-SKIPPED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "demo")
+SKIPPED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 PATIENCE = 1800.0  # seconds that one part of the suite may take
 PYTEST = ("-m", "pytest", "-q", "-x", "--tb=no", "-rfE", "-m", "not slow", "-p", "no:cacheprovider")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
