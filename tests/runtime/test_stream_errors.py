@@ -382,11 +382,14 @@ def test_gradients_that_are_left_are_not_mixed_into_a_stream(build: Build) -> No
     next(pipe.parameters()).grad = torch.ones(4, 4)
     message = (
         "^some parameters have gradients, but a stream begins without any: call "
-        r"model.zero_grad\(\) before run$"
+        r"pipe.zero_grad\(\) before run$"
     )
+    before = [weight.grad for weight in pipe.parameters()]
+    assert any(gradient is not None for gradient in before)
     with pytest.raises(ModelError, match=message):
         next(pipe.run(batches(4)))
-    pipe.model.zero_grad()
+    assert all(a is b.grad for a, b in zip(before, pipe.parameters(), strict=True))  # none is lost
+    pipe.zero_grad()
     assert len(list(pipe.run(batches(4)))) == 4
 
 

@@ -118,6 +118,8 @@ class Session:
     def _opened(self, loop: Loop, stream: Stream) -> Iterator[None]:
         """Prepare stages for a stream, and leave them as they should be after it."""
         self.check_idle()
+        if stream.is_open:
+            self._check_no_gradients()
         self.is_streaming = stream.is_open
         stages = self.assembly.stages
         trusts = [stage.deterministic_layers.trusts for stage in stages]
@@ -142,12 +144,15 @@ class Session:
                 self._clear_gradients()
             self._record(loop, stream)
 
-    def _begin(self, loop: Loop, stream: Stream) -> None:
-        if stream.is_open and any(p.grad is not None for p in self.assembly.layout.parameters()):
+    def _check_no_gradients(self) -> None:
+        """Raise before anything changes: a stream ends without gradients, and would lose them."""
+        if any(parameter.grad is not None for parameter in self.assembly.layout.parameters()):
             raise ModelError(
                 "some parameters have gradients, but a stream begins without any: call "
-                "model.zero_grad() before run"
+                "pipe.zero_grad() before run"
             )
+
+    def _begin(self, loop: Loop, stream: Stream) -> None:
         if stream.purpose.trains:
             self.assembly.replicas.set_gradients_aside()
         if stream.optimizers is not None:
@@ -164,7 +169,7 @@ class Session:
                     )
 
     def _watch_weights(self) -> None:
-        """FailureWatch for hooks that change weights while micro-batches are on their way."""
+        """Watch for hooks that change weights while micro-batches are on their way."""
         layout = self.assembly.layout
         for number, stage in enumerate(self.assembly.stages):
             stage.unchanged_weights = UnchangedWeights(layout.stage_parameters(number))
@@ -245,7 +250,7 @@ class Session:
             self._warn_of_host_generators()
 
     def _stop_trusting(self) -> None:
-        """FailureWatch all layers: one that drew nothing before has begun to draw."""
+        """Watch all layers: one that drew nothing before has begun to draw."""
         for stage in self.assembly.stages:
             stage.deterministic_layers.trusts = False
         warnings.warn(

@@ -5,7 +5,7 @@
     version 3    …
 
 Versions are copied on write: a step whose weights are still in use moves the parameters to a copy
-and leaves the old memory as it is. Layers compute with doubles of the parameters, which share the
+and leaves the old memory as it is. Layers compute with aliases of the parameters, which share the
 memory of a version, so autograd's graphs refer to the version and not to the updated parameters.
 """
 
@@ -32,10 +32,10 @@ Use = tuple[int, nn.Parameter]  # the number of a layer, and one of its weights
 
 
 class Version(NamedTuple):
-    """The doubles of all weights in one version: by layer and name, and by use.
+    """The aliases of all weights in one version: by layer and name, and by use.
 
-    A weight with hooks has one double, under its first use: hooks see the sum of all uses in a
-    micro-batch. `followed` are the weights whose doubles call their hooks.
+    A weight with hooks has one alias, under its first use: hooks see the sum of all uses in a
+    micro-batch. `followed` are the weights whose aliases call their hooks.
     """
 
     by_layer: dict[int, dict[str, Tensor]]
@@ -50,34 +50,34 @@ class Versions:
         self.names = {number: _names(module) for number, module in modules.items()}
         self.parameters = list(dict.fromkeys(p for each in self.names.values() for p in each))
         self.latest = 0
-        self.kept = {0: self._doubles()}
+        self.kept = {0: self._aliases()}
         self.gradients: dict[Use, Tensor] = {}
 
     def of(self, version: int) -> dict[int, dict[str, Tensor]]:
-        """Return the doubles that replace each layer's weights, with the weights' current hooks."""
+        """Return the aliases that replace each layer's weights, with the weights' current hooks."""
         kept = self.kept[version]
-        for (number, parameter), double in kept.by_use.items():
-            if double.requires_grad != parameter.requires_grad:
-                double.requires_grad_(parameter.requires_grad)
+        for (number, parameter), alias in kept.by_use.items():
+            if alias.requires_grad != parameter.requires_grad:
+                alias.requires_grad_(parameter.requires_grad)
             if has_gradient_hooks(parameter) and parameter not in kept.followed:
                 if any(use[1] is parameter and use[0] != number for use in kept.by_use):
                     raise ModelError(
                         "a hook was registered on a weight that several layers use while a stream "
                         "is running: register it before the stream begins"
                     )
-                self._follow(parameter, double, kept.followed)
+                self._follow(parameter, alias, kept.followed)
         return kept.by_layer
 
     @contextmanager
     def gathering(self, version: int) -> Iterator[None]:
         """Enclose a backward, which adds to the gradients of earlier micro-batches."""
-        doubles = self.kept[version].by_use
-        for use, double in doubles.items():
-            double.grad = self.gradients.get(use)
+        aliases = self.kept[version].by_use
+        for use, alias in aliases.items():
+            alias.grad = self.gradients.get(use)
         yield
-        for use, double in doubles.items():
-            if double.grad is not None:
-                self.gradients[use], double.grad = double.grad, None
+        for use, alias in aliases.items():
+            if alias.grad is not None:
+                self.gradients[use], alias.grad = alias.grad, None
 
     def hand_over(self) -> None:
         """Move the gradients to the parameters; add several uses of a weight in layer order."""
@@ -97,7 +97,7 @@ class Versions:
     def end_step(self, depth: int) -> None:
         """Add the new latest version, which has the parameters' own memory."""
         self.latest += 1
-        self.kept[self.latest] = self._doubles() if depth else self.kept.pop(self.latest - 1)
+        self.kept[self.latest] = self._aliases() if depth else self.kept.pop(self.latest - 1)
 
     def skip_step(self, depth: int) -> None:
         """Add a new version that is the same as the latest."""
@@ -115,33 +115,33 @@ class Versions:
     def num_bytes(self) -> int:
         """The bytes of all versions; shared memory counts once."""
         kept = list(self.kept.values())  # a copy: another thread may step
-        tensors = (double for version in kept for double in version.by_use.values())
+        tensors = (alias for version in kept for alias in version.by_use.values())
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
-    def _doubles(self) -> Version:
+    def _aliases(self) -> Version:
         version = Version({number: {} for number in self.names}, {}, set())
         shared: dict[nn.Parameter, nn.Parameter] = {}
         for number, names in self.names.items():
             for parameter, found in names.items():
-                double = shared.get(parameter)
-                if double is None:
-                    # from `data`: a step must not count as an in-place change of the double
+                alias = shared.get(parameter)
+                if alias is None:
+                    # from `data`: a step must not count as an in-place change of the alias
                     data = plain_data(parameter).data
-                    double = make_alias(parameter, data, requires_grad=parameter.requires_grad)
-                    version.by_use[number, parameter] = double
+                    alias = make_alias(parameter, data, requires_grad=parameter.requires_grad)
+                    version.by_use[number, parameter] = alias
                     if has_gradient_hooks(parameter):
-                        shared[parameter] = double
-                        self._follow(parameter, double, version.followed)
-                version.by_layer[number] |= dict.fromkeys(found, double)
+                        shared[parameter] = alias
+                        self._follow(parameter, alias, version.followed)
+                version.by_layer[number] |= dict.fromkeys(found, alias)
         return version
 
     def _follow(
-        self, parameter: nn.Parameter, double: nn.Parameter, followed: set[nn.Parameter]
+        self, parameter: nn.Parameter, alias: nn.Parameter, followed: set[nn.Parameter]
     ) -> None:
-        """Make a double call the hooks that its parameter has when a gradient arrives."""
-        double.register_hook(partial(apply_gradient_hooks, parameter))  # type: ignore[no-untyped-call]
-        double.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
+        """Make an alias call the hooks that its parameter has when a gradient arrives."""
+        alias.register_hook(partial(apply_gradient_hooks, parameter))  # type: ignore[no-untyped-call]
+        alias.register_post_accumulate_grad_hook(partial(run_post_hooks, parameter))  # type: ignore[no-untyped-call]
         followed.add(parameter)
 
 

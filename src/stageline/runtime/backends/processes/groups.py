@@ -158,9 +158,9 @@ def connect(
             tp == 0,
         )
     except RuntimeError as error:
-        told = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
+        message = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
-        raise StageError(f"{told}\n  {error}") from None
+        raise StageError(f"{message}\n  {error}") from None
     return groups
 
 
@@ -198,16 +198,16 @@ def _assembled(grid: torch.Tensor, limit: float, cancel_waits: Callable[[], None
     except TimeoutError as error:
         watch.leave()
         verb = "have" if "," in str(error) else "has"
-        told = (
+        message = (
             f"{error} {verb} not made the pipeline within {max(START_UP_TIMEOUT, limit):g} s of "
             f"{watch.name}: look for what ended a process before that, or for calls that not all "
             "ranks make"
         )
-        raise StageError(told) from None
+        raise StageError(message) from None
     if watch.failure is not None or not watch.is_store_reachable:
-        told = watch.failure or watch.report_failure(f"{watch.name} could not reach the others")
+        message = watch.failure or watch.report_failure(f"{watch.name} could not reach the others")
         watch.leave()
-        raise StageError(told)
+        raise StageError(message)
     return watch
 
 
