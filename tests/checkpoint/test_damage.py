@@ -180,8 +180,8 @@ MOMENT = "optimizer.1.0.weight.exp_avg"
     ("change", "message"),
     [
         (lambda h, _: h[MOMENT].update(shape=[2**40]), "cannot be at bytes"),
-        (lambda h, _: h[MOMENT].update(shape=[8, -8]), "header was not written by sl.save"),
-        (lambda h, _: h[MOMENT].update(shape=[8, 8.0]), "header was not written by sl.save"),
+        (lambda h, _: h[MOMENT].update(shape=[8, -8]), "header has no tensor at"),
+        (lambda h, _: h[MOMENT].update(shape=[8, 8.0]), "header has no tensor at"),
         (lambda h, _: h[MOMENT].update(data_offsets=[0, 2**62]), "cannot be at bytes"),
         (lambda h, _: h[MOMENT].update(data_offsets=[4, 260]), "cannot be at bytes"),
         (lambda h, _: h[MOMENT].update(dtype="F64"), "cannot be at bytes"),
@@ -286,7 +286,7 @@ def test_disk_error_while_verifying_changes_nothing(
     monkeypatch.setattr(read_tensors, "MAX_CACHED", held)
     for call in (0, 1, 30, 71):
         with monkeypatch.context() as patch:
-            failing(patch, "_read" if held == 2**28 else "_checksum", call if held != 1000 else 0)
+            failing(patch, "_read" if held == 2**28 else "checksum", call if held != 1000 else 0)
             saved.assert_refused("Input/output error; nothing was changed")
 
 

@@ -208,6 +208,23 @@ def test_concurrent_saves_leave_complete_checkpoints(tmp_path: Path) -> None:
             assert torch.equal(tensor, pipes[number].state_dict()[key])
 
 
+def test_a_folder_that_is_being_deleted_as_a_leftover_is_not_written_to(
+    tmp_path: Path, pipe: sl.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process made it, and would lock it while it is being deleted."""
+    made = tmp_path / "step-00000001.partial"
+    made.mkdir()
+    claimed = []
+
+    def delete(path: Path) -> None:
+        with ExitStack() as held:
+            claimed.append(folders._lock(path, held))
+
+    monkeypatch.setattr(folders, "_delete_tree", delete)
+    sl.save(tmp_path, pipe, step=2)
+    assert claimed == [False]
+
+
 @pytest.mark.parametrize("crash", range(6))
 def test_crash_while_a_step_is_saved_again_loses_nothing(
     tmp_path: Path, pipe: sl.Pipeline, monkeypatch: pytest.MonkeyPatch, crash: int

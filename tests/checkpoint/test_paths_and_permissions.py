@@ -34,9 +34,12 @@ def test_invalid_paths_are_refused(tmp_path: Path, pipe: sl.Pipeline) -> None:
             sl.save(wrong, pipe, step=1)
         with pytest.raises(sl.CheckpointError):
             sl.load(wrong, pipe)
-    for wrong in ("a\0b", "x" * 300, tmp_path, tmp_path / "file" / "run", tmp_path / "no" / "x"):
-        with pytest.raises(sl.CheckpointError, match="could not be written"):
+    no_folder = tmp_path / "no" / "x.safetensors"
+    for wrong in ("a\0b", "x" * 300, "", tmp_path / "file" / "run", no_folder):
+        with pytest.raises(sl.CheckpointError, match=r"could not be written|has to name a file"):
             sl.export(wrong, pipe)
+    with pytest.raises(sl.CheckpointError, match="file' is a file, but a path without"):
+        sl.export(tmp_path / "file", pipe)
     for step in (10**15, 10**5000):
         with pytest.raises(sl.CheckpointError, match="step is "):
             sl.save(tmp_path, pipe, step=step)

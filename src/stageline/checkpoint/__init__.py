@@ -11,4 +11,5 @@ pipeline_state  everything that checkpoints read from a pipeline and its optimiz
 compatibility   refuse a checkpoint that does not match the pipeline
 option_values   match saved optimizer options and scheduler states with the current ones
 save, load, export
+pretrained/     weights as transformers writes and reads them
 """

@@ -70,7 +70,7 @@ def _check_model(checkpoint: Checkpoint, pipe: Pipeline) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{str(checkpoint.path)!r} does not match the model: {_listed(differing)}: build the "
+            f"{str(checkpoint.path)!r} does not match the model: {listed(differing)}: build the "
             "model that was saved"
         )
 
@@ -98,8 +98,8 @@ def _check_optimized(checkpoint: Checkpoint, optimized: set[str]) -> None:
 
 def _check_names(path: Path, whose: str, found: Iterable[str], expected: Iterable[str]) -> None:
     missing, extra = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    parts = [f"lacks {_listed(missing)}"] * bool(missing)
-    parts += [f"has the additional {_listed(extra)}"] * bool(extra)
+    parts = [f"lacks {listed(missing)}"] * bool(missing)
+    parts += [f"has the additional {listed(extra)}"] * bool(extra)
     if parts:
         raise CheckpointError(
             f"{str(path)!r} {' and '.join(parts)}, but the {whose}'s tensors must be those that "
@@ -144,6 +144,6 @@ def _check_states(
             )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     rest = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -204,23 +204,22 @@ def _lock(path: Path, held: ExitStack) -> bool:
     return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
 
-def _is_locked(path: Path) -> bool:
-    with ExitStack() as held:
-        return not _lock(path, held)
-
-
 def _delete_leftover(path: Path) -> None:
-    """Delete a folder that a crash left; if that fails, warn and continue."""
-    if _is_locked(path):
-        return
-    try:
-        _delete_tree(path)
-    except OSError as error:
-        warnings.warn(
-            f"{str(path)!r} was left by an interrupted save and cannot be deleted: {error}; delete "
-            "it yourself",
-            stacklevel=2,
-        )
+    """Delete a folder that a crash left; if that fails, warn and continue.
+
+    It is locked meanwhile: a save that has just made it must not begin to write to it.
+    """
+    with ExitStack() as held:
+        if not _lock(path, held):
+            return
+        try:
+            _delete_tree(path)
+        except OSError as error:
+            warnings.warn(
+                f"{str(path)!r} was left by an interrupted save and cannot be deleted: {error}; "
+                "delete it yourself",
+                stacklevel=2,
+            )
 
 
 def _move_aside(final: Path) -> Path | None:

@@ -157,8 +157,8 @@ def _prepare(path: Path, record: Record, target: LoadTarget) -> PreparedLoad:
         state = states[parameter].items()
         targets |= {f"{OPTIMIZER}{name}.{key}": t for key, t in state if isinstance(t, Tensor)}
     for name, tensor in targets.items():
-        _check_writable(name, tensor)
-    _check_not_copied(pipe)
+        check_writable(name, tensor)
+    check_not_copied(pipe)
     random = torch.empty_like(torch.get_rng_state())
     reader.verify({RANDOM: random} | targets)
     reader.copy({RANDOM: random})
@@ -208,7 +208,7 @@ def _allocate(kind: TensorType, existing: object, parameter: nn.Parameter, on_ho
     return torch.empty(kind.shape, dtype=kind.dtype, device=device)
 
 
-def _check_writable(name: str, tensor: Tensor) -> None:
+def check_writable(name: str, tensor: Tensor) -> None:
     """Raise for a tensor that torch cannot write to."""
     here = local_part(tensor)
     strides = zip(here.shape, here.stride(), strict=True)
@@ -220,7 +220,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_not_copied(pipe: Pipeline) -> None:
+def check_not_copied(pipe: Pipeline) -> None:
     """Raise for a layer whose `state_dict` returns copies: values loaded into them are lost."""
     first, second = local_tensors(pipe), local_tensors(pipe)
     for name, tensor in first.items():

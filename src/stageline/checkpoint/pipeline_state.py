@@ -70,7 +70,7 @@ def model_tensors(pipe: Pipeline) -> Iterator[NamedTensor]:
                     f"layer {layer.name!r} has {name!r} in its state, a {type(tensor).__name__}, "
                     "but a checkpoint stores tensors: make it a buffer, or save it with `data`"
                 )
-            own_name = f"{layer.name}.{name}"
+            own_name = layer.full_name(name)
             name_in_model = first.setdefault(tensor, own_name)
             yield NamedTensor(name_in_model, own_name, tensor, layer.name, rank)
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -44,11 +44,11 @@ class StoredPiece(NamedTuple):
     start: int
     type: TensorType
     offset: tuple[int, ...]
-    crc32: int
+    crc32: int | None  # files of other programs have no checksums
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the files of a checkpoint."""
+    """A tensor in the files of a checkpoint, or in a file of another program."""
 
     type: TensorType
     pieces: tuple[StoredPiece, ...]
@@ -102,13 +102,16 @@ class TensorReader:
         self.space = MAX_CACHED
 
     def verify(self, targets: Mapping[str, Tensor]) -> None:
-        """Compare the checksums of everything that `copy` will read; change no target."""
+        """Compare the checksums of everything that `copy` will read; change no target.
+
+        What has no checksum and does not fit in the cache is not read before `copy`.
+        """
         for name, target in targets.items():
             for piece in self._needed_pieces(name, target):
                 self._verify_piece(piece)
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the targets, which have the shapes and dtypes of the stored tensors."""
+        """Fill the targets, which have the shapes of the stored tensors; convert their dtypes."""
         for name, target in targets.items():
             offset, shape = local_region(target)
             part = local_part(target)
@@ -123,8 +126,8 @@ class TensorReader:
             if piece.type.num_bytes <= self.space:
                 self.cache[piece] = _read(piece)
                 self.space -= piece.type.num_bytes
-            else:
-                _check(piece, _checksum(piece))
+            elif piece.crc32 is not None:
+                _check(piece, checksum(piece))
         except OSError as error:
             raise damaged(piece.path, error) from error
 
@@ -158,41 +161,65 @@ def join_shards(
 def damaged(path: Path, cause: object) -> CheckpointError:
     """Return the error for a damaged file."""
     return CheckpointError(
-        f"{str(path)!r} is damaged: {cause}; nothing was changed: load another checkpoint by its "
-        "path"
+        f"{str(path)!r} is damaged: {cause}; nothing was changed: load another checkpoint, or "
+        "another copy of the file"
     )
 
 
 def _pieces_in(path: Path, file: ShardFile) -> Iterator[tuple[str, StoredPiece, tuple[int, ...]]]:
     """Yield name, piece and whole shape of each tensor in a file."""
-    entries, extras = _read_header(path, file)
-    if entries.keys() != extras.keys():
+    fields, extras = _read_header(path, file)
+    if fields.keys() != extras.keys():
         raise ValueError("its header does not have a checksum for each tensor")
+    for name, (kind, start) in tensor_places(fields, file.header_bytes, file.num_bytes).items():
+        extra = extras[name]
+        if not len(kind.shape) == len(extra.offset) == len(extra.whole) or any(
+            o + s > w for o, s, w in zip(extra.offset, kind.shape, extra.whole, strict=True)
+        ):
+            raise ValueError(f"{name}, {kind}, cannot be at {extra.offset} of {extra.whole}")
+        yield name, StoredPiece(path, start, kind, extra.offset, extra.crc32), extra.whole
+
+
+def tensor_places(
+    fields: Mapping[str, Any], header_bytes: int, num_bytes: int
+) -> dict[str, tuple[TensorType, int]]:
+    """Return the type and first byte of each tensor, from the header of a safetensors file.
+
+    Raise `ValueError` unless the tensors fill the file, one after the other.
+    """
+    try:
+        entries = _ENTRIES.validate_python(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"its header has no tensor at {where!r}: {problem['msg']}") from error
+    places: dict[str, tuple[TensorType, int]] = {}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
-        kind, extra = TensorType(entry.shape, DTYPES[entry.dtype]), extras[name]
+        kind = TensorType(entry.shape, DTYPES[entry.dtype])
         start, stop = entry.data_offsets
         if start != end or stop - start != kind.num_bytes:
             raise ValueError(f"{name}, {kind}, cannot be at bytes {start} to {stop}")
-        if not len(entry.shape) == len(extra.offset) == len(extra.whole) or any(
-            o + s > w for o, s, w in zip(extra.offset, entry.shape, extra.whole, strict=True)
-        ):
-            raise ValueError(f"{name}, {kind}, cannot be at {extra.offset} of {extra.whole}")
-        piece = StoredPiece(path, file.header_bytes + start, kind, extra.offset, extra.crc32)
-        yield name, piece, extra.whole
+        places[name] = kind, header_bytes + start
         end = stop
-    if file.header_bytes + end != file.num_bytes:
-        raise ValueError(f"its tensors end at byte {file.header_bytes + end} of {file.num_bytes}")
+    if header_bytes + end != num_bytes:
+        raise ValueError(f"its tensors end at byte {header_bytes + end} of {num_bytes}")
+    return places
 
 
-def _read_header(path: Path, file: ShardFile) -> tuple[dict[str, _Entry], dict[str, _Extra]]:
+def size_of_file(path: Path) -> int:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a named pipe would block until somebody writes
         raise ValueError("it is not a regular file")
-    if found.st_size != file.num_bytes or not 8 <= file.header_bytes <= file.num_bytes:
-        raise ValueError(f"it has {found.st_size} bytes instead of {file.num_bytes}")
+    return found.st_size
+
+
+def _read_header(path: Path, file: ShardFile) -> tuple[dict[str, Any], dict[str, _Extra]]:
+    size = size_of_file(path)
+    if size != file.num_bytes or not 8 <= file.header_bytes <= file.num_bytes:
+        raise ValueError(f"it has {size} bytes instead of {file.num_bytes}")
     with path.open("rb") as opened:
         header = opened.read(file.header_bytes)
     if zlib.crc32(header) != file.crc32:
@@ -200,9 +227,9 @@ def _read_header(path: Path, file: ShardFile) -> tuple[dict[str, _Entry], dict[s
     if int.from_bytes(header[:8], "little") != len(header) - 8:
         raise ValueError("the length of its header does not match")
     try:
-        fields = json.loads(header[8:])
+        fields: dict[str, Any] = json.loads(header[8:])
         extras = json.loads(fields.pop(METADATA)[OWN])
-        return _ENTRIES.validate_python(fields), _EXTRAS.validate_python(extras)
+        return fields, _EXTRAS.validate_python(extras)
     except (ValidationError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header was not written by sl.save: {error}") from error
 
@@ -224,7 +251,7 @@ def _join_pieces(
 
 
 def _read(piece: StoredPiece) -> Tensor:
-    """Return a piece after its checksum was verified.
+    """Return a piece after its checksum, if it has one, was verified.
 
     The memory is bounded by the length of the file, which was checked with the header.
     """
@@ -235,11 +262,15 @@ def _read(piece: StoredPiece) -> Tensor:
         done = 0
         while done < len(view) and (count := file.readinto(view[done:])):
             done += count
-    _check(piece, zlib.crc32(view[:done]))
+    if piece.crc32 is not None:
+        _check(piece, zlib.crc32(view[:done]))
+    elif done < len(view):
+        raise damaged(piece.path, f"it ends within the {piece.type} from byte {piece.start} on")
     return buffer.view(piece.type.dtype).reshape(piece.type.shape)
 
 
-def _checksum(piece: StoredPiece) -> int:
+def checksum(piece: StoredPiece) -> int:
+    """Return the CRC-32 of a piece, without having all of it in memory."""
     crc, left = 0, piece.type.num_bytes
     with piece.path.open("rb", buffering=0) as file:
         file.seek(piece.start)
