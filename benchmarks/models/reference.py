@@ -1,0 +1,134 @@
+"""The unwrapped model in a plain loop over micro-batches, under the same rules for randomness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stageline.model.own_loss import own_loss
+from stageline.model.recording.call_arguments import call_arguments
+from stageline.runtime.exactness.randomness import layer_seed
+
+
+def plain_losses(
+    model: nn.Module,
+    parts: list[tuple[Any, Any]],
+    weights: list[float],
+    loss_fn: Any,
+    layers: Mapping[str, list[str]],
+    seed: int = 0,
+    step: int = 0,
+) -> list[Tensor]:
+    """Add gradients to the model's parameters; return the losses of the micro-batches.
+
+    `layers` has the names of a pipeline's layers with those of their parameters. Each layer draws
+    from a generator that is seeded where the model calls the module of that name. A weight that
+    several layers use has its gradient by layer, and these are added in their order at the end.
+    """
+    uses = _tied_uses(model, layers)
+    aliases = {
+        (layer, weight): nn.Parameter(weight.detach())
+        for weight, names in uses.items()
+        for layer in names
+    }
+    calls: Counter[str] = Counter()
+    microbatch = 0
+
+    def enter(name: str) -> None:
+        calls[name] += 1
+        layer = name if calls[name] == 1 else f"{name}@{calls[name]}"
+        if layer in layers:
+            torch.manual_seed(layer_seed(seed, step, microbatch, layer))
+            for full_name in layers[layer]:
+                _set(model, full_name, layer, aliases, originals)
+
+    originals = dict(model.named_parameters(remove_duplicate=False))
+    hooks = []
+    for name in {layer.partition("@")[0] for layer in layers}:
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+    losses = []
+    try:
+        for microbatch, ((inputs, target), weight) in enumerate(zip(parts, weights, strict=True)):
+            calls.clear()
+            args, kwargs = call_arguments(model, inputs, {})
+            torch.manual_seed(layer_seed(seed, step, microbatch, next(iter(layers))))
+            output = model(*args, **kwargs)
+            loss = own_loss(output) if loss_fn is None else loss_fn(output, target)
+            loss.backward(torch.full_like(loss, weight))
+            losses.append(loss.detach())
+            _restore(model, originals)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _restore(model, originals)
+    for tied, names in uses.items():
+        for layer in names:
+            gradient = aliases[layer, tied].grad
+            if gradient is not None:
+                tied.grad = gradient if tied.grad is None else tied.grad + gradient
+    return losses
+
+
+def loss_weights(
+    model: nn.Module, parts: list[tuple[Any, Any]], sizes: list[int], loss_fn: Any
+) -> list[float]:
+    """Return the weights of micro-batches: shares of the targets that their loss counts.
+
+    What a model's own loss counts is seen by watching torch's cross-entropy. If there is none, or
+    more than one, or the loss is computed outside, samples count.
+    """
+    counts: list[float] = [float(size) for size in sizes]
+    if loss_fn is None:
+        found = [_counted_targets(model, inputs) for inputs, _ in parts]
+        if all(len(each) == 1 for each in found):
+            counts = [each[0] for each in found]
+    return [count / sum(counts) for count in counts]
+
+
+def _counted_targets(model: nn.Module, inputs: Any) -> list[float]:
+    """Return how many targets each cross-entropy of a forward does not ignore."""
+    found: list[float] = []
+    own = functional.cross_entropy
+
+    def watched(logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(float((target != kwargs.get("ignore_index", -100)).sum()))
+        return own(logits, target, *args, **kwargs)
+
+    args, kwargs = call_arguments(model, inputs, {})
+    with (
+        patch.object(functional, "cross_entropy", watched),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        deepcopy(model)(*args, **kwargs)
+    return found
+
+
+def _tied_uses(model: nn.Module, layers: Mapping[str, list[str]]) -> dict[nn.Parameter, list[str]]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    users: dict[nn.Parameter, dict[str, None]] = {}
+    for layer, names in layers.items():
+        for name in names:
+            users.setdefault(parameters[name], {})[layer] = None
+    return {weight: list(found) for weight, found in users.items() if len(found) > 1}
+
+
+def _set(model: nn.Module, name: str, layer: str, aliases: Any, originals: Any) -> None:
+    parent, _, own = name.rpartition(".")
+    weight = originals[name]
+    if (layer, weight) in aliases:
+        model.get_submodule(parent)._parameters[own] = aliases[layer, weight]  # noqa: SLF001
+
+
+def _restore(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in originals.items():
+        parent, _, own = name.rpartition(".")
+        model.get_submodule(parent)._parameters[own] = parameter  # noqa: SLF001
