@@ -100,6 +100,7 @@ def main(
 def _run_all(todo: Sequence[Mutation], jobs: int) -> Iterator[Verdict]:
     """Yield verdicts as they come; each job has a copy of the tree."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        Path(folder).chmod(0o755)  # a test reads the tree as another user
         trees: Queue[Path] = Queue()
         for number in range(jobs):
             copy = Path(folder) / f"tree-{number}"

@@ -16,7 +16,8 @@ TREE = re.compile(r"(?<=<!-- tree -->\n```\n).*?(?=```)", re.DOTALL)
 IMPORT_ORDER = [  # what is not listed comes first
     *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
     *("deprecated", "report", "simulation", "torch_private", "model", "runtime", "planning"),
-    *("pipeline_setup", "pipeline", "checkpoint", "training", "zoo", "cli", "__main__"),
+    *("pipeline_setup", "pipeline", "torchgpipe", "checkpoint", "training", "integrations"),
+    *("zoo", "cli", "__main__"),
 ]
 
 

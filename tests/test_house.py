@@ -26,8 +26,10 @@ PACKAGES = [  # in the order of imports
         "planning",
         "pipeline_setup",
         "pipeline",
+        "torchgpipe",
         "checkpoint",
         "training",
+        "integrations",
     ),
     *("zoo", "cli", "__main__"),
 ]
@@ -154,6 +156,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "fit",
         "latest",
         "load",
+        "load_pretrained",
         "lower",
         "measure_links",
         "measure_rates",

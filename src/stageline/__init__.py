@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stageline.checkpoint.export import export as export
     from stageline.checkpoint.folder import latest as latest
     from stageline.checkpoint.load import load as load
+    from stageline.checkpoint.pretrained.load_pretrained import load_pretrained as load_pretrained
     from stageline.checkpoint.save import save as save
     from stageline.costs import Costs as Costs
     from stageline.costs import Link as Link
@@ -92,6 +93,7 @@ _HOMES = {
     "fit": "training.fit",
     "latest": "checkpoint.folder",
     "load": "checkpoint.load",
+    "load_pretrained": "checkpoint.pretrained.load_pretrained",
     "lower": "schedules.program.lower",
     "measure_links": "planning.cluster.measure_links",
     "measure_rates": "planning.profiling.measure_rates",

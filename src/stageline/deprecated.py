@@ -21,6 +21,7 @@ RENAMED = {
     "init": "init_fn",
 }
 GROUPED = tuple(field.name for field in fields(Options))
+DIRECT = ("opaque", "cut_at")  # options that are not deprecated as arguments
 OF_SCHEDULE = ("vertical_sync", "replicas")
 
 
@@ -45,7 +46,7 @@ def current_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             found[new] = found.pop(old)
     grouped = {name: found.pop(name) for name in GROUPED if name in found}
     if grouped:
-        for name in grouped:
+        for name in grouped.keys() - set(DIRECT):
             _warn(name, f"options=sl.Options({name}=…)")
         found["options"] = replace(found.get("options", Options()), **grouped)
     of_schedule = {name: found.pop(name) for name in OF_SCHEDULE if name in found}

@@ -5,10 +5,12 @@
     ├── CostsError (ValueError)      costs that are negative, missing, or of the wrong length
     ├── ReportError (ValueError)     a timeline that cannot be drawn, or an unknown file format
     ├── ModelError (ValueError)      a model that cannot be split into layers or stages
+    │   └── BalanceError             a balance that does not fit the model, of a `GPipe`
     ├── BatchError (ValueError)      inputs and targets that cannot be split into micro-batches
     ├── PlanError (ValueError)       an invalid profile, cluster or plan, or one that does not fit
     ├── CheckpointError (ValueError) a checkpoint that cannot be written, read or used
     ├── StageError (RuntimeError)    a layer raised: where, in which action, and the cause
+    ├── SkipError (RuntimeError)     a layer that does not stash or pop what it declared
     └── ParityError (RuntimeError)   a pipeline whose numbers differ from those of a plain loop
 
 A message says what was observed, what was expected and what to do, in that order.
@@ -35,6 +37,10 @@ class ModelError(StagelineError, ValueError):
     """A model that cannot be split into layers, or into the number of stages."""
 
 
+class BalanceError(ModelError):
+    """A balance that does not have a positive number of layers for each partition."""
+
+
 class BatchError(StagelineError, ValueError):
     """A mini-batch that cannot be split into micro-batches."""
 
@@ -49,6 +55,10 @@ class CheckpointError(StagelineError, ValueError):
 
 class StageError(StagelineError, RuntimeError):
     """A layer raised; the message names rank, layer and action, `__cause__` is the original."""
+
+
+class SkipError(StagelineError, RuntimeError):
+    """A layer that does not stash or pop what it has declared."""
 
 
 class ParityError(StagelineError, RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ class Options:
     `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
 
+    Two are for models whose forward is recorded, and may be given to `Pipeline` itself as well:
+    `opaque` names modules that are never cut, and `cut_at` the layers that stages begin with.
+
     >>> Options(seed=1).batch_norm
     'minibatch'
     """
@@ -32,3 +35,5 @@ class Options:
     offload: bool = False
     max_norm: float | None = None
     timeout: float = 60.0
+    opaque: Sequence[str] = ()
+    cut_at: Sequence[str] = ()

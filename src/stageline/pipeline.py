@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from stageline.deprecated import accepts_deprecated
 from stageline.errors import ModelError
-from stageline.model.layers import Layer, LayerSequence
+from stageline.model.any_model import AnyModel
+from stageline.model.layers import LayerSequence
 from stageline.options import Options
-from stageline.pipeline_setup import open_pipeline
+from stageline.pipeline_setup import SessionOpener
 from stageline.planning.plan_result import Plan
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.replan import Replan
@@ -44,21 +45,22 @@ class Pipeline:
     """A model cut into stages that work on several micro-batches at once.
 
     `step` adds to `.grad` what a plain loop over the same micro-batches adds, bit for bit; the
-    optimizer is yours. `loss_fn(output, target)` returns the mean over its samples.
+    optimizer is yours. The model is any module: the forward of one that is no `nn.Sequential` is
+    recorded, on `example_inputs` or on the first batch. `loss_fn(output, target)` returns the mean
+    over its samples; without it the loss is the model's own, in its output.
 
     A `plan` of `sl.plan` sets the number of ranks and micro-batches, the schedule, the balance and
     what is recomputed. `balance` is the number of layers in each stage; None balances their costs,
-    by FLOPs if there are `example_inputs` (only their shapes count), or else by parameters.
-    `recompute` saves memory: "never", "always", "except_last", or one of them for each stage.
-    `devices` has one for each rank. `backend` is "threads", "serial" or "processes"; None is
-    "processes" under torchrun. Weights of a model on the meta device are made here, by
-    `init_fn(layer)` or by their modules' own `reset_parameters()`; with several processes each
-    makes those of its stages only. `options` has what few need: see `sl.Options`.
+    by FLOPs if there are `example_inputs`, or else by parameters. `recompute` saves memory:
+    "never", "always", "except_last", or one of them for each stage. `devices` has one for each
+    rank. `backend` is "threads", "serial" or "processes"; None is "processes" under torchrun.
+    Weights of a model on the meta device are made here, by `init_fn(layer)` or by their modules'
+    own `reset_parameters()`; with several processes each makes those of its stages only. `options`
+    has what few need: see `sl.Options`.
 
     With `optimizer_fn`, a function of parameters, every stage has an optimizer of its own, which
     steps as soon as its gradients are complete, and `run` streams mini-batches; asynchronous
-    schedules need it. `scheduler_fn`, a function of an optimizer, makes a learning-rate scheduler
-    that steps after each of its steps.
+    schedules need it. `scheduler_fn`, a function of an optimizer, makes a learning-rate scheduler.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> import torch
@@ -71,8 +73,8 @@ class Pipeline:
     @accepts_deprecated
     def __init__(
         self,
-        model: LayerSequence | nn.Module | Iterable[Layer | nn.Module],
-        loss_fn: LossFunction,
+        model: AnyModel,
+        loss_fn: LossFunction | None = None,
         *,
         num_ranks: int | None = None,
         num_microbatches: int | None = None,
@@ -90,18 +92,17 @@ class Pipeline:
         options: Options = DEFAULT,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        layers = LayerSequence.of(model)
-        self.model = model if isinstance(model, nn.Module) else layers.modules
-        self._session: Session = open_pipeline(layers, **given)
+        self._opener = SessionOpener(model, given)
+        self.model = model if isinstance(model, nn.Module) else self.layers.modules
         self._stream = weakref.ref(_no_results())  # the last one
 
-    def step(self, inputs: Any, target: Any, **named: Any) -> StepResult:
+    def step(self, inputs: Any = None, target: Any = None, **named: Any) -> StepResult:
         """Run one mini-batch forward and backward, and add to the gradients that are there.
 
-        `inputs` is a mapping by the names under which layers read them, or the value of `x`;
-        `named` are further inputs. Names that no layer reads are refused.
+        `inputs` are those of the model's forward: a mapping by name, a tuple in order, or its first
+        argument. Layers that were given one by one read them by name. `named` are further inputs.
         """
-        session = self._session
+        session = self._opener.opened_for(inputs, named)
         if session.assembly.is_asynchronous:
             raise ModelError(
                 f"step was called, but {self.schedule.name!r} has several mini-batches on their "
@@ -117,9 +118,9 @@ class Pipeline:
     def run(self, loader: Iterable[tuple[Any, Any]]) -> StepResults:
         """Train on every mini-batch of `loader`, one after another with no barrier between them.
 
-        It yields their results in order, each `pipe.ahead` mini-batches after it went in: these are
-        on their way meanwhile. They are finished when the loader ends or raises, and when the loop
-        over the results is left. All ranks call it, and leave it at the same result.
+        It yields their results in order, each `pipe.ahead` mini-batches after it went in. What is
+        on its way is finished when the loader ends or raises, and when the loop over the results is
+        left. All ranks call it, and leave it at the same result.
 
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -130,7 +131,7 @@ class Pipeline:
         >>> len(losses), losses[-1] < losses[0]
         (8, True)
         """
-        results = run(self._session, loader)
+        results = run(*self._opener.opened_for_stream(loader))
         self._stream = weakref.ref(results)
         return results
 
@@ -147,18 +148,21 @@ class Pipeline:
         it has no graph.
 
         Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
-        which has to be the samples; what is no tensor has to be equal in all of them. What cannot
-        be joined is refused by its place (`runtime/batches/microbatches.py` has the rules).
+        which has to be the samples; what is no tensor has to be equal in all of them
+        (`runtime/batches/microbatches.py` has the rules).
         """
-        return call(self._session, inputs, named)
+        return call(self._opener.opened_for(inputs, named), inputs, named)
 
-    def verify(self, inputs: Any, target: Any, **named: Any) -> None:
+    def verify(self, inputs: Any = None, target: Any = None, **named: Any) -> None:
         """Raise `ParityError` unless a step on this batch has the bits of a plain loop.
 
-        Losses, all gradients and buffers are compared. The model is left as it was; a second copy
-        of its gradients and buffers must fit in memory.
+        Losses, gradients and buffers are compared. The model is left as it was.
         """
-        verify(self._session, inputs, target, named)
+        verify(self._opener.opened_for(inputs, named), inputs, target, named)
+
+    @property
+    def _session(self) -> Session:
+        return self._opener.opened()
 
     @property
     def layers(self) -> LayerSequence:
@@ -191,11 +195,11 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter of this process once, in the order of the layers."""
-        return self._session.assembly.layout.parameters()
+        return (self._opener.plain_model or self._session.assembly.layout).parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process under their names in the model."""
-        return self._session.assembly.layout.named_parameters()
+        return (self._opener.plain_model or self._session.assembly.layout).named_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this process's parameters."""
@@ -212,7 +216,7 @@ class Pipeline:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Copy parameters and buffers from a `state_dict` of the whole model, or of this process.
 
-        `strict` refuses names that the model does not have, and those of this process that miss.
+        `strict` refuses names that the model does not have, and names that are missing.
         """
         self._session.check_idle()
         self._session.assembly.layout.load_state_dict(state_dict, strict=strict)
@@ -220,11 +224,11 @@ class Pipeline:
     def train(self, mode: bool = True) -> Self:
         """Switch all layers to training, or to evaluation.
 
-        A module that contains the layers, but was not itself given to the pipeline, is not known
-        here and keeps its own flag; its `train()` and `eval()` switch the layers just as well.
+        A module around the layers that was not itself given to the pipeline keeps its own flag.
         """
         self.model.train(mode)
-        self.layers.train(mode)
+        if self._opener.session is not None:
+            self.layers.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -250,9 +254,8 @@ class Pipeline:
 
         Layers that change ranks take their gradients and what the optimizer keeps for them along,
         so training goes on with the same bits. With a `profile`, a rank that takes longer than its
-        layers should is taken for a slow device; without one devices count as equal, and so do the
-        layers of a stage. Memory is not checked. All ranks call it, between two steps, with the
-        optimizer that they step, or None on a rank without parameters.
+        layers should is taken for a slow device; without one all devices count as equal. Memory is
+        not checked. All ranks call it between steps, with the optimizer that they step, or None.
 
         >>> import torch
         >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
@@ -268,14 +271,17 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, and the process groups; with several processes, all of them call it.
 
-        A stream that is on its way is finished first. A pipeline that is garbage collected ends
-        its threads as well.
+        A stream that is on its way is finished first.
         """
         try:
             if stream := self._stream():
                 stream.close()
         finally:
-            self._session.close()
+            if session := self._opener.session:
+                session.close()
+
+    def __repr__(self) -> str:
+        return self._opener.describe()
 
     def __enter__(self) -> Self:
         return self

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.arguments import check_function
-from stageline.model.inputs import named_inputs
+from stageline.errors import ModelError
+from stageline.model.any_model import AnyModel, is_recorded, layers_of
+from stageline.model.inputs import batch_inputs, microbatch_inputs
 from stageline.model.layers import LayerSequence
-from stageline.model.split import cut
+from stageline.model.own_loss import own_loss
+from stageline.model.split import cut, layer_costs
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
+from stageline.runtime.batches.microbatches import first_microbatch, pair
 from stageline.runtime.devices import Device, by_rank
-from stageline.runtime.engine.open_session import open_backend, open_session
+from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
 from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
 from stageline.runtime.exactness.shared_buffers import check_shared_norms
@@ -32,14 +37,16 @@ from stageline.runtime.placement.checks import (
     is_asynchronous,
     recompute_modes,
 )
+from stageline.runtime.placement.describe import describe
+from stageline.runtime.placement.layout import Layout
 from stageline.runtime.placement.materialise import Init
 from stageline.runtime.settings import LossFunction, Settings
 from stageline.schedules.schedule import Schedule
 
 
 def open_pipeline(
-    layers: LayerSequence,
-    loss_fn: LossFunction,
+    model: AnyModel,
+    loss_fn: LossFunction | None,
     *,
     num_ranks: int | None,
     num_microbatches: int | None,
@@ -55,26 +62,57 @@ def open_pipeline(
     scheduler_fn: SchedulerFunction | None,
     init_fn: Init | None,
     options: Options,
+    named: Mapping[str, Any],
 ) -> Session:
-    """Open the session of a pipeline."""
+    """Open the session of a pipeline; `named` are example inputs by name."""
     if plan is not None:
         given = num_ranks, num_microbatches, balance
-        names = [layer.name for layer in layers]
-        num_ranks, num_microbatches, balance = sizes_from_plan(plan, names, given)
+        num_ranks, num_microbatches, balance = sizes_from_plan(plan, given)
         schedule, recompute = plan.schedule, plan.recompute_modes
         options = replace(options, offload=options.offload or plan.chosen.offload)
-    backend = backend or _default_backend(mesh)
-    _check_choices(loss_fn, backend, options)
+    backend = backend or default_backend(mesh)
+    loss_fn = _checked_loss(model, loss_fn, options)
+    _check_choices(backend, options)
     order = checked_schedule(schedule, num_ranks, num_microbatches)
     functions = optimizer_fn, scheduler_fn
     check_optimizers(order, *functions, options.max_norm, backend)
     devices_by_rank = tuple(by_rank(devices, order.num_ranks))
-    shapes = None if example_inputs is None else named_inputs(layers, example_inputs)
-    stages = cut(layers, order.num_stages, balance, shapes)
+    layers = _layers(model, example_inputs, named, order, options)
+    if plan is not None:
+        plan.check(tuple(layer.name for layer in layers))
+    costs = layer_costs(layers, _shapes(layers, example_inputs, named, order))
+    stages = cut(layers, order.num_stages, balance, costs, options.cut_at)
     _check_layers(layers, stages, order)
-    settings = Settings(
+    modes = recompute_modes(recompute, order.num_stages)
+    settings = _settings(loss_fn, modes, functions, options)
+    connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
+    here = ranks_of_process(connected, order)
+    layout = Layout(layers, order, stages, devices_by_rank, here, tuple(costs))
+    return open_session(layout, settings, connected, options.seed, init_fn)
+
+
+def _layers(
+    model: AnyModel,
+    example_inputs: Any,
+    named: Mapping[str, Any],
+    schedule: Schedule,
+    options: Options,
+) -> LayerSequence:
+    if not is_recorded(model):
+        return LayerSequence.of(model)
+    part, others = first_microbatch((example_inputs, named), schedule.num_microbatches)
+    return layers_of(model, part, others, options.opaque, schedule.num_stages)
+
+
+def _settings(
+    loss_fn: LossFunction,
+    recompute: tuple[str, ...],
+    functions: tuple[OptimizerFunction | None, SchedulerFunction | None],
+    options: Options,
+) -> Settings:
+    return Settings(
         loss_fn,
-        recompute_modes(recompute, order.num_stages),
+        recompute,
         options.count_fn,
         *functions,
         options.max_norm,
@@ -82,22 +120,37 @@ def open_pipeline(
         options.accumulate,
         options.offload,
     )
-    connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
-    places = stages, order, devices_by_rank
-    return open_session(layers, *places, settings, connected, options.seed, init_fn)
 
 
-def _default_backend(mesh: DeviceMesh | None) -> str:
+def _shapes(
+    layers: LayerSequence, example_inputs: Any, named: Mapping[str, Any], schedule: Schedule
+) -> dict[str, Any] | None:
+    """Return what layers read of one micro-batch of the example."""
+    if layers.recording is None:
+        return None if example_inputs is None else batch_inputs(layers, example_inputs)
+    part, others = first_microbatch((example_inputs, named), schedule.num_microbatches)
+    return microbatch_inputs(layers, batch_inputs(layers, part, others))
+
+
+def default_backend(mesh: DeviceMesh | None) -> str:
     in_group = mesh is not None or distributed.is_initialized()
     return "processes" if in_group else "threads"
 
 
-def _check_choices(loss_fn: object, backend: str, options: Options) -> None:
+def _checked_loss(model: AnyModel, loss_fn: LossFunction | None, options: Options) -> LossFunction:
+    """Return the loss function; that of a model which computes its own if there is none."""
+    if loss_fn is None and is_recorded(model):
+        return own_loss
+    check_function("loss_fn", loss_fn)
+    check_function("count_fn", options.count_fn or loss_fn)
+    assert loss_fn is not None  # it is a function
+    return loss_fn
+
+
+def _check_choices(backend: str, options: Options) -> None:
     check_choice("batch_norm", options.batch_norm, BATCH_NORM)
     check_choice("accumulate", options.accumulate, ACCUMULATE)
     check_choice("backend", backend, BACKENDS)
-    check_function("loss_fn", loss_fn)
-    check_function("count_fn", options.count_fn or loss_fn)
 
 
 def _check_layers(layers: LayerSequence, stages: Sequence[range], schedule: Schedule) -> None:
@@ -106,3 +159,69 @@ def _check_layers(layers: LayerSequence, stages: Sequence[range], schedule: Sche
     if is_asynchronous(schedule):
         check_untied(schedule, layers, stages)
         check_tensors(layers, f"with {schedule.name!r} its versions have to be kept")
+
+
+class SessionOpener:
+    """Opens the session of a pipeline: at once, or with the first batch if a forward is recorded.
+
+    State: the session, once it is open.
+    """
+
+    def __init__(self, model: AnyModel, arguments: Mapping[str, Any]) -> None:
+        self.model, self.arguments = model, dict(arguments)
+        self.session: Session | None = None
+        if self.arguments["example_inputs"] is not None or not is_recorded(model):
+            self.session = open_pipeline(model, **self.arguments, named={})
+
+    def opened(self) -> Session:
+        """Return the session; raise if it is opened by the first batch, and there was none."""
+        if self.session is None:
+            raise ModelError(
+                f"the layers of a {type(self.model).__name__} are not known before its forward has "
+                "run once: give Pipeline example_inputs=, one batch, or make a step first"
+            )
+        return self.session
+
+    def opened_for(self, inputs: Any, named: Mapping[str, Any]) -> Session:
+        """Return the session; if there is none yet, record the model's forward on this batch."""
+        if self.session is None:
+            arguments = self.arguments | {"example_inputs": inputs}
+            self.session = open_pipeline(self.model, **arguments, named=named)
+        return self.session
+
+    def opened_for_stream(self, loader: Iterable[Any]) -> tuple[Session, Iterator[Any]]:
+        """Return the session, and the loader's batches; the first of them may open it."""
+        batches = iter(loader)
+        if self.session is not None:
+            return self.session, batches
+        first = next(batches, None)
+        if first is None:
+            return self.opened(), batches
+        return self.opened_for(pair(first)[0], {}), chain([first], batches)
+
+    @property
+    def plain_model(self) -> nn.Module | None:
+        """Return the model if there is no session yet, and this process will have all of it."""
+        model = self.model
+        if self.session is not None or not isinstance(model, nn.Module):
+            return None
+        backend = self.arguments["backend"] or default_backend(self.arguments["mesh"])
+        is_complete = backend != "processes" and not any(p.is_meta for p in model.parameters())
+        return model if is_complete else None
+
+    def describe(self) -> str:
+        """Return the layers, what passes between stages, and where and why it is cut."""
+        model = self.model if isinstance(self.model, nn.Module) else None
+        name = type(model).__name__ if model is not None else "a list of layers"
+        if self.session is None:
+            return f"{name}: its layers are known after the first batch"
+        return describe(self.session.assembly.layout, name, self._reason())
+
+    def _reason(self) -> str:
+        if self.arguments["plan"] is not None:
+            return "cut as the plan says"
+        if self.arguments["balance"] is not None:
+            return f"cut by balance={list(self.arguments['balance'])}"
+        if places := self.arguments["options"].cut_at:
+            return f"cut at {', '.join(places)}, and else where the costliest stage costs the least"
+        return "cut where the costliest stage has the fewest FLOPs and parameters"

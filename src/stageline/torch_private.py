@@ -67,6 +67,7 @@ PRIVATE_NAMES = (
     "torch.nn.Module._parameters",
     "torch.nn.Module._buffers",
     "torch.nn.Module._modules",
+    "torch.nn.Module._non_persistent_buffers_set",
     "torch.nn.Module._forward_hooks",
     "torch.nn.Module._forward_pre_hooks",
     "torch.nn.Module._backward_hooks",
@@ -84,7 +85,7 @@ PRIVATE_NAMES = (
 )
 
 # Attributes that only instances have, so that a test looks at what they do instead.
-PRIVATE_ATTRIBUTES = ("_orig_mod", "_opt_called")
+PRIVATE_ATTRIBUTES = ("_orig_mod", "_opt_called", "_cdata")
 
 # Attributes in which nn.Module keeps its parameters, buffers and children.
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -104,6 +105,11 @@ def version_of(tensor: Tensor) -> int:
 def view_base(tensor: Tensor) -> Tensor:
     """Return the tensor that this one is a view of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """Return what tensors in the same memory have in common; meta tensors have no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> list[Hook]:
@@ -259,14 +265,33 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether one of the module's own buffers is part of its `state_dict`."""
+    return buffer not in module._non_persistent_buffers_set
+
+
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dict of a module's children; `named_children()` omits repeated ones."""
     return module._modules
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module with the same attributes, whose tables of tensors and children are copies."""
+    made = module.__new__(type(module))
+    vars(made).update(vars(module))
+    for table in MODULE_TABLES:
+        vars(made)[table] = dict(vars(module)[table])
+    return made
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a forward or backward hook is registered on a module."""
     return any(getattr(module, name) for name in MODULE_HOOKS)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a hook runs before or after a module's backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -31,8 +31,8 @@ class Counting(nn.Linear):
 def counting():
     return nn.Sequential(Counting(4, 4), nn.ReLU()), *build()[1:]
 
-def two_values():
-    return build()[:2]
+def three_values():
+    return build()[:3]
 """
 
 
@@ -69,7 +69,7 @@ def test_a_schedule_that_cannot_be_built_is_listed_with_the_reason() -> None:
         ("users_model", "the model is 'users_model', but has to be module:function"),
         ("no_such_module:build", "there is no module 'no_such_module'"),
         ("users_model:nothing", "module 'users_model' has no function 'nothing'"),
-        ("users_model:two_values", "the function returned 2 values, but has to return a tuple of"),
+        ("users_model:three_values", "the function returned 3 values, but has to return a"),
     ],
 )
 def test_an_argument_that_is_no_workload_is_an_error(reference: str, message: str) -> None:

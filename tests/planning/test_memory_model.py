@@ -239,10 +239,10 @@ def costs_of(name: str, pipe: Pipeline, *, recompute: bool, optimizer: str = "mo
     ("schedule", "num_ranks", "recompute"),
     [
         ("gpipe", 2, "never"),
-        ("gpipe", 4, "always"),
+        pytest.param("gpipe", 4, "always", marks=pytest.mark.slow),
         ("1f1b", 2, "always"),
-        ("1f1b", 4, "never"),
-        ("zb_h1", 2, "always"),
+        pytest.param("1f1b", 4, "never", marks=pytest.mark.slow),
+        pytest.param("zb_h1", 2, "always", marks=pytest.mark.slow),
         ("zb_h1", 4, "never"),
     ],
 )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
+from stageline.model.trees import flatten, unflatten
 from stageline.runtime.backends.processes.messages.encoding import (
     decode,
     encode,
@@ -25,7 +26,6 @@ from stageline.runtime.backends.processes.messages.encoding import (
     spec_to_text,
 )
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
-from stageline.runtime.trees import flatten, unflatten
 
 SOURCE = Path(sl.__file__).parent
 

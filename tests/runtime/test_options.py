@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch.nn.functional import mse_loss
 
 from stageline.errors import BatchError, ModelError, StageError
 from stageline.model.layers import Layer, LayerSequence
-from stageline.model.split import cut
+from stageline.model.split import cut, layer_costs
 from stageline.options import Options
 from stageline.pipeline import Pipeline
+from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.schedules.build import schedule_names
 from stageline.zoo.cases import grouped
 
@@ -248,6 +249,27 @@ def test_offloaded_activations_are_back_before_their_backward(
     pipe.close()
 
 
+def test_what_the_backward_needs_first_is_fetched_first() -> None:
+    class Memory:
+        order: ClassVar[list[float]] = []
+
+        def copy_out(self, tensor: Tensor) -> Tensor:
+            return tensor
+
+        def copy_in(self, on_host: Tensor) -> Tensor:
+            self.order.append(float(on_host))
+            return on_host
+
+        def wait(self, on_device: Tensor) -> Tensor:
+            return on_device
+
+    saved = OffloadedTensors(Memory())
+    numbers = [saved.pack(torch.tensor(float(value))) for value in range(3)]
+    saved.fetch()
+    assert Memory.order == [2.0, 1.0, 0.0]  # the backward runs from the last to the first
+    assert [float(saved.unpack(number)) for number in numbers] == [0.0, 1.0, 2.0]
+
+
 def test_activations_that_are_needed_next_are_not_offloaded() -> None:
     memory = FakeMemory()
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
@@ -280,7 +302,8 @@ def test_layers_are_balanced_by_their_compute() -> None:
     )
     layers = LayerSequence.of(wide)
     by_parameters = cut(layers, 2)
-    by_flops = cut(layers, 2, sample={"x": torch.zeros(2, 3, 64, 64)})
+    costs = layer_costs(layers, {"x": torch.zeros(2, 3, 64, 64)})
+    by_flops = cut(layers, 2, costs=costs)
     assert len(by_parameters[0]) == 5
     assert len(by_flops[0]) == 1
     before = copy.deepcopy(wide.state_dict())
@@ -302,7 +325,8 @@ class ByData(nn.Module):
 def test_a_layer_that_needs_data_is_balanced_by_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), ByData(), nn.Linear(4, 4))
     layers = LayerSequence.of(model)
-    assert cut(layers, 2, sample={"x": torch.zeros(2, 4)}) == cut(layers, 2)
+    costs = layer_costs(layers, {"x": torch.zeros(2, 4)})
+    assert cut(layers, 2, costs=costs) == cut(layers, 2)
 
 
 class Switching(nn.Module):

@@ -13,9 +13,9 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 from stageline.errors import BatchError
+from stageline.model.trees import tensors
 from stageline.pipeline import Pipeline
 from stageline.runtime.batches.microbatches import join
-from stageline.runtime.trees import tensors
 
 BACKENDS = ("serial", "threads")
 

@@ -17,12 +17,13 @@ from stageline.cli.demo.command import demo
 from stageline.cli.deprecated import Command, current_command
 from stageline.cli.draw import draw
 from stageline.cli.links import links
+from stageline.cli.models.profile import profile
+from stageline.cli.models.show import show
+from stageline.cli.models.verify import verify
 from stageline.cli.options import FAMILY_LIST
 from stageline.cli.plan import plan
-from stageline.cli.profile import profile
 from stageline.cli.run import run
 from stageline.cli.simulate import simulate
-from stageline.cli.verify import verify
 from stageline.errors import StagelineError
 
 BAD_INPUT = 2  # the exit code of a command that cannot do what it was asked for
@@ -59,6 +60,7 @@ app = typer.Typer(
 app.command(cls=Command)(demo)
 app.command(cls=Command, epilog=FAMILY_LIST)(draw)
 app.command(cls=Command, epilog=FAMILY_LIST)(simulate)
+app.command(cls=Command)(show)
 app.command(cls=Command)(profile)
 app.command(cls=Command)(links)
 app.command(cls=Command)(plan)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from stageline.cli.models.profile import measure_profile
 from stageline.cli.options import DeviceMemory, Jobs, SaveFile
 from stageline.cli.output import check_file, loading_torch, print_grid, print_written
-from stageline.cli.profile import measure_profile
 from stageline.errors import PlanError
 
 if TYPE_CHECKING:

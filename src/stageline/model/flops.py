@@ -10,6 +10,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
+from stageline.model.named_places import named_places
+from stageline.model.recording.preserved import preserved_attributes, preserved_foreign_random
 from stageline.torch_private import pytree
 
 
@@ -29,9 +31,16 @@ def forward_flops(layers: LayerSequence, inputs: Mapping[str, Any]) -> list[int]
 
 
 def _run(layer: Layer, given: list[Any]) -> tuple[Any, int]:
-    tensors = dict(layer.module.named_parameters()) | dict(layer.module.named_buffers())
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        result = functional_call(layer.module, _meta(tensors), tuple(given))
+    tensors = _meta(dict(named_places(layer.module)))
+    modules = layer.module.modules()
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),  # what is made without a device is not on meta
+        preserved_attributes(modules),
+        preserved_foreign_random(),
+        FlopCounterMode(display=False) as counter,
+    ):
+        result = functional_call(layer.module, tensors, tuple(given), tie_weights=False)
     return result, counter.get_total_flops()
 
 

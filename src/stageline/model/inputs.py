@@ -18,6 +18,20 @@ from stageline.model.layers import CHAIN, INPUT, LayerSequence
 NO_NAMED: Mapping[str, Any] = MappingProxyType({})
 
 
+def batch_inputs(
+    layers: LayerSequence, inputs: Any, named: Mapping[str, Any] = NO_NAMED
+) -> dict[str, Any]:
+    """Return the inputs of a batch in the form in which it is cut into micro-batches."""
+    if layers.recording is not None:
+        return {"inputs": inputs, "named": dict(named)}
+    return named_inputs(layers, inputs, named)
+
+
+def microbatch_inputs(layers: LayerSequence, part: dict[str, Any]) -> dict[str, Any]:
+    """Return what layers read of a micro-batch, by name."""
+    return part if layers.recording is None else layers.recording.prepare(**part)
+
+
 def named_inputs(
     layers: LayerSequence, inputs: Any, named: Mapping[str, Any] = NO_NAMED
 ) -> dict[str, Any]:

@@ -10,10 +10,10 @@ another name, written by one layer and read by a later one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -30,13 +30,15 @@ class Layer:
     """A module with the names of the values it reads and writes; a layer is never split.
 
     The module is called with the values of `reads`, in that order. If it writes several values, it
-    returns a tuple of them.
+    returns a tuple of them. Its parameters are called `<name>.<name in the module>`, unless
+    `has_full_names`: then the module itself names them as the whole model does.
     """
 
     name: str
     module: nn.Module
     reads: tuple[str, ...] = (CHAIN,)
     writes: tuple[str, ...] = (CHAIN,)
+    has_full_names: bool = False
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {"reads": self.reads, "writes": self.writes}
@@ -46,6 +48,15 @@ class Layer:
                     f"layer {self.name!r} {what} {names!r}, but this has to be a tuple of names, "
                     "such as ('x',)"
                 )
+
+    def full_name(self, *names: str) -> str:
+        """Return the name in the whole model of something that has this name in the module.
+
+        >>> Layer("blocks.1", nn.Linear(2, 2)).full_name("weight")
+        'blocks.1.weight'
+        """
+        parts = names if self.has_full_names else (self.name, *names)
+        return ".".join(part for part in parts if part)
 
     def written(self, result: Any) -> tuple[Any, ...]:
         """Return the module's result as a tuple with one value per name in `writes`."""
@@ -67,6 +78,30 @@ class Value(NamedTuple):
     name: str
 
 
+class ValueSize(NamedTuple):
+    """The shape and the bytes of a value, as they were recorded."""
+
+    shape: str
+    num_bytes: int
+
+
+class RecordedForward(Protocol):
+    """A recorded model: from a micro-batch in the form of its forward to what its layers read."""
+
+    def prepare(self, inputs: Any, named: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def update_model(self) -> None: ...
+
+    def loss_counts(self, parts: Sequence[Mapping[str, Any]]) -> list[float] | None: ...
+
+    def is_sum(self, part: Mapping[str, Any]) -> bool: ...
+
+    def value_sizes(self) -> dict[str, ValueSize]: ...
+
+    @property
+    def has_own_loss(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class LayerSequence:
     """The layers of a model, in the order in which they run.
@@ -81,6 +116,9 @@ class LayerSequence:
     layers: tuple[Layer, ...]
     # The modules that the layers were taken from.
     containers: tuple[nn.Module, ...] = field(default=(), compare=False)
+    # The first name in the model of parameters that have several.
+    first_names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    recording: RecordedForward | None = field(default=None, compare=False)
 
     @staticmethod
     def of(model: LayerSequence | nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
@@ -92,7 +130,7 @@ class LayerSequence:
 
     @staticmethod
     def _of(model: nn.Module | Iterable[Layer | nn.Module]) -> LayerSequence:
-        if isinstance(model, nn.Module) and _is_plain_sequential(model):
+        if isinstance(model, nn.Module) and is_plain_sequential(model):
             return LayerSequence(tuple(_flattened("", model)), (model,))
         if isinstance(model, nn.Module):
             raise ModelError(
@@ -133,7 +171,7 @@ class LayerSequence:
     def state_dict(self) -> dict[str, Any]:
         """Return parameters and buffers by their names in the model."""
         return {
-            f"{layer.name}.{name}": tensor
+            layer.full_name(name): tensor
             for layer in self.layers
             for name, tensor in layer.module.state_dict().items()
         }
@@ -142,8 +180,13 @@ class LayerSequence:
         """Return the layers with copies of their modules, without gradients."""
         modules = copy.deepcopy(self.modules)
         modules.zero_grad()
+        return self.with_modules(modules)
+
+    def with_modules(self, modules: Iterable[nn.Module]) -> LayerSequence:
+        """Return the layers with other modules in the place of theirs."""
         pairs = zip(self.layers, modules, strict=True)
-        return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))
+        layers = tuple(replace(layer, module=module) for layer, module in pairs)
+        return replace(self, layers=layers, containers=())
 
     @cached_property
     def sources(self) -> tuple[tuple[Value, ...], ...]:
@@ -168,13 +211,13 @@ def _check_shapes(layer: Layer) -> None:
     for name, weight in weights:
         if is_lazy(weight):
             raise ModelError(
-                f"'{layer.name}.{name}' has no shape yet, because its module is lazy: run the "
+                f"{layer.full_name(name)!r} has no shape yet, because its module is lazy: run the "
                 "model once on example inputs first, or give its sizes"
             )
 
 
 def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
-    if not _is_plain_sequential(module):
+    if not is_plain_sequential(module):
         yield Layer(prefix, module)
         return
     for name, child in child_table(module).items():  # named_children() drops repeats
@@ -182,7 +225,7 @@ def _flattened(prefix: str, module: nn.Module) -> Iterable[Layer]:
         yield from _flattened(f"{prefix}.{name}" if prefix else name, child)
 
 
-def _is_plain_sequential(module: nn.Module) -> bool:
+def is_plain_sequential(module: nn.Module) -> bool:
     """Return whether a module only runs its children: no forward of its own and no hooks."""
     is_plain = type(module).forward is nn.Sequential.forward
     return is_plain and not has_hooks(module)

@@ -17,21 +17,71 @@ def cut(
     layers: LayerSequence,
     num_stages: int,
     balance: Sequence[int] | None = None,
-    sample: Mapping[str, Any] | None = None,
+    costs: Sequence[float] | None = None,
+    cut_at: Sequence[str] = (),
 ) -> Cut:
     """Cut layers by the sizes in `balance`, or so that the costliest stage costs the least.
 
-    The cost of a layer is its FLOPs for the sample inputs and its parameters, or only the latter.
+    `costs` are those of the layers; by default their numbers of parameters. Stages begin at the
+    layers in `cut_at`; if it has fewer than there are stages, at others too.
     """
     if len(layers) < num_stages:
         raise ModelError(
             f"the model has {len(layers)} layers, but {num_stages} stages need one each at least: "
             "use fewer ranks or chunks, or split the model into smaller layers"
         )
+    if cut_at:
+        _check_places(layers, num_stages, balance, cut_at)
+        places = _places(layers, cut_at)
+        balance = sizes_with_cuts(costs or layer_costs(layers), num_stages, places)
     if balance is None:
-        balance = balanced_sizes(_costs(layers, sample), num_stages)
+        balance = balanced_sizes(costs or layer_costs(layers), num_stages)
     _check_balance(balance, len(layers), num_stages)
     return tuple(range(first, last) for first, last in pairwise(accumulate(balance, initial=0)))
+
+
+def _check_places(
+    layers: LayerSequence, num_stages: int, balance: object, cut_at: Sequence[str]
+) -> None:
+    names = [layer.name for layer in layers]
+    if balance is not None:
+        raise ModelError(
+            "balance and cut_at were both given, but each decides the stages: omit one"
+        )
+    for name in [cut_at] if isinstance(cut_at, str) else cut_at:
+        if name not in names[1:]:
+            raise ModelError(
+                f"cut_at has {name!r}, but a stage can begin at one of these layers: "
+                f"{', '.join(names[1:])}"
+            )
+    if len(set(cut_at)) >= num_stages:
+        raise ModelError(
+            f"cut_at has {len(set(cut_at))} names, but {num_stages} stages begin at "
+            f"{num_stages - 1} places beside the start: omit some, or use more ranks"
+        )
+
+
+def _places(layers: LayerSequence, cut_at: Sequence[str]) -> list[int]:
+    return [number for number, layer in enumerate(layers) if layer.name in cut_at]
+
+
+def sizes_with_cuts(costs: Sequence[float], num_stages: int, places: Sequence[int]) -> list[int]:
+    """Return the sizes of stages that begin at these places; the costliest parts are cut further.
+
+    >>> sizes_with_cuts([1, 1, 1, 1, 1, 1], 3, [2])
+    [2, 2, 2]
+    """
+    parts = [costs[a:b] for a, b in pairwise([0, *places, len(costs)])]
+    counts = [1] * len(parts)
+    for _ in range(num_stages - len(parts)):
+        open_parts = [i for i, part in enumerate(parts) if counts[i] < len(part)]
+        if not open_parts:
+            raise ModelError(
+                f"cut_at leaves no place for the rest of {num_stages} stages: use fewer ranks"
+            )
+        counts[max(open_parts, key=lambda i: sum(parts[i]) / counts[i])] += 1
+    pairs = zip(parts, counts, strict=True)
+    return [size for part, count in pairs for size in balanced_sizes(part, count)]
 
 
 def _check_balance(balance: object, num_layers: int, num_stages: int) -> None:
@@ -44,8 +94,8 @@ def _check_balance(balance: object, num_layers: int, num_stages: int) -> None:
         )
 
 
-def _costs(layers: LayerSequence, sample: Mapping[str, Any] | None) -> list[float]:
-    """Return FLOPs plus parameters plus one per layer, so that every layer has a cost."""
+def layer_costs(layers: LayerSequence, sample: Mapping[str, Any] | None = None) -> list[float]:
+    """Return FLOPs for the sample inputs, plus parameters, plus one so that each has a cost."""
     sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers.layers]
     flops = forward_flops(layers, sample) if sample is not None else None
     return [1.0 + a + b for a, b in zip(sizes, flops or [0] * len(sizes), strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, cast
@@ -221,15 +220,13 @@ class Plan:
 
 
 def sizes_from_plan(
-    plan: Plan, layers: Sequence[str], given: tuple[object, object, object]
+    plan: Plan, given: tuple[object, object, object]
 ) -> tuple[int, int, tuple[int, ...]]:
     """Return a plan's number of ranks, number of micro-batches and balance.
 
-    Raise `PlanError` if the plan is for a model with other layers, or if one of the three `given`
-    values is not None and differs from the plan's.
+    Raise `PlanError` if one of the three `given` values is not None and differs from the plan's.
     """
     check_type("plan", plan, Plan, "use sl.plan, or sl.Plan.load", PlanError)
-    plan.check(tuple(layers))
     planned = plan.chosen.num_ranks, plan.chosen.num_microbatches, plan.balance
     names = "num_ranks", "num_microbatches", "balance"
     for name, value, expected in zip(names, given, planned, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stageline.errors import ModelError
-from stageline.runtime import trees
+from stageline.model import trees
 
 Device = torch.device | str
 

@@ -17,10 +17,10 @@ import torch
 
 from stageline.checkpoint.group import checkpoint_group, sum_over_replicas
 from stageline.errors import ModelError
+from stageline.model import trees
 from stageline.pipeline import Pipeline
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
-from stageline.runtime import trees
 from stageline.runtime.batches.microbatches import num_samples
 from stageline.runtime.batches.result import StepResult
 from stageline.training.data import Batch

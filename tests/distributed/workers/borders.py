@@ -17,10 +17,11 @@ from stageline.zoo.cases import grouped
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b")
 
 
-def verify_all(num_ranks: int) -> None:
+def verify_all(num_ranks: int, *, all_pairs: bool) -> None:
+    """Verify each border under all schedules, or under one of them each in turn."""
     options = {"num_ranks": num_ranks, "num_microbatches": 2 * num_ranks}
-    for schedule in SCHEDULES:
-        for make in BORDERS:
+    for turn, schedule in enumerate(SCHEDULES):
+        for make in BORDERS if all_pairs else BORDERS[turn :: len(SCHEDULES)]:
             torch.manual_seed(3)
             layers, x, y = make()
             pipe = Pipeline(layers, mse_loss, schedule=schedule, **grouped(options))
@@ -49,7 +50,7 @@ def refused(layers: Made, num_ranks: int) -> str:
 def main(num_ranks: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    verify_all(num_ranks)
+    verify_all(num_ranks, all_pairs=num_ranks == 4)
     print("verified")
     if sys.argv[2:] == ["seen later"]:
         print(refused(skipping(Scaled()), num_ranks))

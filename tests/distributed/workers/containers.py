@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import stageline as sl
-from stageline.runtime.trees import tensors
+from stageline.model.trees import tensors
 
 
 @dataclass

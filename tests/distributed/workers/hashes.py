@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.model.test_inputs import batch, named
-from tests.runtime.test_trees import Dotted, Encoding, MoreSlots, Output
+from tests.model.test_trees import Dotted, Encoding, MoreSlots, Output
 
 from stageline.model.inputs import named_inputs
 from stageline.model.layers import LayerSequence
-from stageline.runtime.trees import flatten, paths
+from stageline.model.trees import flatten, paths
 
 
 def main() -> None:

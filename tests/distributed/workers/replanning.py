@@ -112,15 +112,16 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def parity(_: Path) -> None:
     """Layers go to and fro, between updates and with gradients that wait for one."""
     num_ranks = dist.get_world_size()
-    for optimizer in OPTIMIZERS:
+    pairs = {"sgd": ("1f1b", "zbv"), "adamw": ("interleaved_1f1b",)}
+    for optimizer, schedules in pairs.items():
         alone = Run(model(), optimizer, num_ranks=1, backend="serial", num_microbatches=6)
         alone.train(range(7))
-        for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+        for schedule in schedules:
             options = {"num_ranks": num_ranks, "schedule": schedule, "num_microbatches": 6}
             to_and_fro(Run(model(), optimizer, **options), alone.tensors())
-        with torch.device("meta"):
-            empty = model()
-        to_and_fro(Run(empty, optimizer, init=filled, **options), alone.tensors())
+    with torch.device("meta"):
+        empty = model()
+    to_and_fro(Run(empty, optimizer, init=filled, **options), alone.tensors())
 
 
 def filled(layer: Layer) -> None:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from stageline.model import trees
 from stageline.model.layers import INPUT, Value
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.temporary_memory import temporary_bytes
-from stageline.runtime import trees
 from stageline.runtime.stage.weight_calls import WeightCall
+from stageline.torch_private import storage_identity
 
 Storages = dict[int, int]  # bytes by address, which is unique as long as the storage is alive
 
@@ -158,5 +159,4 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Storages:
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001  its address
+    return {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from stageline.model import trees
 from stageline.model.layers import Layer, Value
 from stageline.planning.profiling.activation_memory import LayerBytes, ModelBytes
 from stageline.planning.profiling.layer_runner import LayerRunner
@@ -16,7 +17,6 @@ from stageline.planning.profiling.profile_result import (
     TiedParameter,
     ValueCost,
 )
-from stageline.runtime import trees
 
 
 class LayerTimes(NamedTuple):

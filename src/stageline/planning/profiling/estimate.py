@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from stageline.arguments import renamed_argument
 from stageline.errors import PlanError, StageError
+from stageline.model import trees
 from stageline.model.layers import LayerSequence
 from stageline.planning.profiling.activation_memory import measure_activation_bytes
 from stageline.planning.profiling.build_measurement import (
@@ -32,7 +32,6 @@ from stageline.planning.profiling.measure_rates import DeviceRates
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
 from stageline.planning.profiling.roofline import RooflineTimer
-from stageline.runtime import trees
 from stageline.torch_private import BatchNormBase, DataDependentOutputException, FakeTensorMode
 
 
@@ -123,8 +122,7 @@ def _layers_without_data(layers: LayerSequence) -> LayerSequence:
     for part in modules.modules():
         if isinstance(part, BatchNormBase) and part.momentum is None:
             part.momentum = 0.1  # without one it reads the number of batches so far
-    pairs = zip(layers, modules, strict=True)
-    return LayerSequence(tuple(replace(layer, module=module) for layer, module in pairs))
+    return layers.with_modules(modules)
 
 
 def _without_data(item: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stageline.errors import StageError
+from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime import trees
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.checks import edges_of

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from stageline.arguments import check_function
 from stageline.errors import PlanError
-from stageline.model.inputs import named_inputs
+from stageline.model.any_model import layers_of
+from stageline.model.inputs import batch_inputs, microbatch_inputs
 from stageline.model.layers import Layer, LayerSequence
+from stageline.model.own_loss import own_loss
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.resize_batch import microbatch_sizes, resize_batch
 from stageline.runtime.exactness.caller_context import ForwardContext
@@ -38,8 +40,10 @@ class ProfiledModel(NamedTuple):
             raise PlanError("target is given without a loss_fn: give both")
         if loss_fn is not None:
             check_function("loss_fn", loss_fn)
-        layers = LayerSequence.of(model)
-        inputs = named_inputs(layers, example_inputs)
+        layers = layers_of(model, example_inputs, {})
+        inputs = batch_inputs(layers, example_inputs)
+        if loss_fn is None and layers.recording is not None and layers.recording.has_own_loss:
+            loss_fn = own_loss
         return ProfiledModel(layers, inputs, loss_fn, target, ForwardContext.current())
 
     @property
@@ -56,5 +60,5 @@ class ProfiledModel(NamedTuple):
         target = None
         if self.loss_fn:
             target = Target(self.loss_fn, resize_batch(self.target, num_samples), 1.0)
-        inputs = resize_batch(self.inputs, num_samples)
+        inputs = microbatch_inputs(self.layers, resize_batch(self.inputs, num_samples))
         return LayerRunner(self.layers, inputs, target, self.context)

@@ -11,7 +11,7 @@ from torch import Tensor
 from stageline.arguments import shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES, check_most
-from stageline.runtime import trees
+from stageline.model import trees
 from stageline.runtime.batches import microbatches
 
 

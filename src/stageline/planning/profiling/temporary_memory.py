@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from stageline.planning.profiling.layer_runner import LayerRunner
-from stageline.torch_private import TorchDispatchMode, pytree
+from stageline.torch_private import TorchDispatchMode, pytree, storage_identity
 
 
 class LiveTensorBytes(TorchDispatchMode):
@@ -33,15 +33,15 @@ class LiveTensorBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        given = {storage_identity(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            if _address(tensor) not in given | self.counted:
+            if storage_identity(tensor) not in given | self.counted:
                 self._add(tensor)
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        storage, address = tensor.untyped_storage(), _address(tensor)
+        storage, address = tensor.untyped_storage(), storage_identity(tensor)
         num_bytes = storage.nbytes()
         self.counted.add(address)
         self.current += num_bytes
@@ -76,8 +76,3 @@ def _run(runner: LayerRunner, number: int) -> int:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  identifies the storage
-    return address

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stageline.errors import BatchError, ModelError
-from stageline.model.inputs import named_inputs
-from stageline.runtime import trees
+from stageline.model import trees
+from stageline.model.inputs import batch_inputs, microbatch_inputs
+from stageline.model.own_loss import own_loss
 from stageline.runtime.batches import microbatches
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.session import Session
@@ -26,11 +27,11 @@ def training_batch(
             "a step was asked for in torch.inference_mode(), where nothing has a gradient: leave "
             "it first, or call the pipeline for outputs"
         )
-    given = named_inputs(session.assembly.layout.layers, inputs, named)
+    given = batch_inputs(session.assembly.layout.layers, inputs, named)
     sizes = _sizes(session, given, target)
     targets = microbatches.cut(target, sizes)
-    weights = _weights(session, sizes, targets)
     minibatch = _minibatch(session, given, sizes)
+    weights = _weights(session, sizes, targets, minibatch.inputs)
     loss_fn = session.assembly.settings.loss_fn
     pairs = zip(targets, weights, strict=True)
     minibatch.targets = [Target(loss_fn, part, weight) for part, weight in pairs]
@@ -41,9 +42,18 @@ def forward_batch(
     session: Session, inputs: Any, named: Mapping[str, Any]
 ) -> tuple[MiniBatch, list[int]]:
     """Return a mini-batch to compute outputs of, and the sizes of its micro-batches."""
-    given = named_inputs(session.assembly.layout.layers, inputs, named)
+    given = batch_inputs(session.assembly.layout.layers, inputs, named)
     sizes = _sizes(session, given)
     return _minibatch(session, given, sizes), sizes
+
+
+def cut_by_caller(session: Session, parts: Sequence[Any], seed: int) -> MiniBatch:
+    """Return a mini-batch of micro-batches that the caller has cut, with a seed of its own."""
+    layers = session.assembly.layout.layers
+    given = [microbatch_inputs(layers, batch_inputs(layers, part)) for part in parts]
+    minibatch = _of_parts(session, given)
+    minibatch.seed, minibatch.has_own_seed = seed, True
+    return minibatch
 
 
 def streamed_batch(session: Session, batch: Any) -> MiniBatch:
@@ -59,11 +69,17 @@ def streamed_batch(session: Session, batch: Any) -> MiniBatch:
 
 
 def _minibatch(session: Session, given: dict[str, Any], sizes: list[int]) -> MiniBatch:
+    layers = session.assembly.layout.layers
     with torch.enable_grad():  # inputs may come from a graph of the caller's
-        parts = microbatches.cut(given, sizes)
+        cut = microbatches.cut(given, sizes)
+        parts = [microbatch_inputs(layers, part) for part in cut]
+    return _of_parts(session, parts)
+
+
+def _of_parts(session: Session, parts: Sequence[Mapping[str, Any]]) -> MiniBatch:
     assembly = session.assembly
     first = assembly.collectives.replica * assembly.layout.schedule.num_microbatches
-    return MiniBatch(parts, session.seed, session.num_steps, first, ForwardContext.current())
+    return MiniBatch([*parts], session.seed, session.num_steps, first, ForwardContext.current())
 
 
 def _sizes(session: Session, *batches: Any) -> list[int]:
@@ -71,11 +87,31 @@ def _sizes(session: Session, *batches: Any) -> list[int]:
     return microbatches.sizes(length, session.assembly.layout.schedule.num_microbatches)
 
 
-def _weights(session: Session, sizes: list[int], targets: list[Any]) -> list[float]:
+def _weights(
+    session: Session,
+    sizes: Sequence[int],
+    targets: Sequence[Any],
+    parts: Sequence[Mapping[str, Any]],
+) -> list[float]:
     """Return each micro-batch's weight: its share of samples, or 1 / the total count."""
-    count_fn, replicas = session.assembly.settings.count_fn, session.assembly.replicas
-    if count_fn is None:
+    settings, replicas = session.assembly.settings, session.assembly.replicas
+    if settings.loss_fn is own_loss:
+        return own_loss_weights(session, sizes, parts)
+    if settings.count_fn is None:
         samples = replicas.total(sum(sizes))
         return [size / samples for size in sizes]
-    total = replicas.total(sum(float(count_fn(part)) for part in targets))
+    total = replicas.total(sum(float(settings.count_fn(part)) for part in targets))
     return [1.0 / total if total else 0.0] * len(sizes)
+
+
+def own_loss_weights(
+    session: Session, sizes: Sequence[int], parts: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Return the weights of a model's own loss: shares of what it counts, or of samples."""
+    recording = session.assembly.layout.layers.recording
+    assert recording is not None  # only a recorded model has a loss of its own
+    if recording.is_sum(parts[0]):
+        return [1.0] * len(sizes)
+    counts = recording.loss_counts(parts) or [float(size) for size in sizes]
+    total = session.assembly.replicas.total(sum(counts))
+    return [count / total if total else 0.0 for count in counts]

@@ -6,8 +6,8 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from stageline.model import trees
 from stageline.model.layers import INPUT, Value
-from stageline.runtime import trees
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.stage import autograd

@@ -9,6 +9,8 @@ Tensors are cut and joined along dim 0, without losing a sample. Rules for joini
   and is kept once. One whose samples seem to be along another dimension is refused; this cannot be
   detected where dim 0 happens to be as long as the micro-batch.
 - What is no tensor is kept if it is equal in all micro-batches, None included.
+- A number in a tensor without dimensions, such as a model's own loss, is the mean of those of the
+  micro-batches, weighted as their losses are; without weights it is refused.
 
 Everything else is refused by an error that names its path in the output.
 """
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor
 
 from stageline.errors import BatchError
-from stageline.runtime import trees
-from stageline.runtime.trees import Spec
+from stageline.model import trees
+from stageline.model.trees import Spec
 
 USE_CONTAINERS = (
     "put its tensors in a tuple, list, dict, named tuple or dataclass, or register its class with "
@@ -82,7 +84,15 @@ def cut(batch: Any, pieces: list[int]) -> list[Any]:
     return [trees.unflatten(row, spec) for row in rows]
 
 
-def join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+def first_microbatch(batch: Any, num_microbatches: int) -> Any:
+    """Return the first micro-batch of a mini-batch."""
+    pieces = sizes(num_samples(batch), num_microbatches)
+    return cut(batch, pieces)[0]
+
+
+def join(
+    pieces: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
+) -> Any:
     """Join the outputs of micro-batches of these sizes by the rules above.
 
     >>> join([{"y": torch.zeros(2), "n": 7}, {"y": torch.ones(1), "n": 7}], [2, 1])
@@ -95,14 +105,21 @@ def join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
             _raise_for_containers(spec, other, "", number)
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     all_paths = trees.paths(spec)
-    joined = [_joined(c, sizes, path) for c, path in zip(columns, all_paths, strict=True)]
+    pairs = zip(columns, all_paths, strict=True)
+    joined = [_joined(column, sizes, path, weights) for column, path in pairs]
     return trees.unflatten(joined, spec)
 
 
+def _are_numbers(column: Sequence[Tensor]) -> bool:
+    return all(not tensor.ndim and tensor.is_floating_point() for tensor in column)
+
+
 def splitter(
-    column: Sequence[Tensor], sizes: Sequence[int]
+    column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float] | None = None
 ) -> Callable[[Tensor], list[Tensor | None]]:
     """Return a function that cuts the gradient of a joined output into those of micro-batches."""
+    if weights is not None and _are_numbers(column):
+        return lambda gradient: [gradient * weight for weight in weights]
     if _is_kept_once(column, sizes):
         return lambda gradient: [gradient, *([None] * (len(sizes) - 1))]
     rows = [len(tensor) for tensor in column]
@@ -119,9 +136,13 @@ def pair(item: Any) -> tuple[Any, Any]:
     )
 
 
-def _joined(column: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+def _joined(
+    column: Sequence[Any], sizes: Sequence[int], path: str, weights: Sequence[float] | None
+) -> Any:
     """Join the leaves of all micro-batches at one path."""
     if all(isinstance(leaf, Tensor) for leaf in column):
+        if weights is not None and _are_numbers(column):
+            return sum(leaf * weight for leaf, weight in zip(column, weights, strict=True))
         return _joined_tensors(column, sizes, path)
     first = column[0]
     for number, leaf in enumerate(column):

@@ -240,6 +240,7 @@ def _run_forward(
         offload=task.waits,
         version=max(0, run.segment - task.lag + task.version),
         marks=received.marks,
+        has_own_seed=minibatch.has_own_seed,
     )
     stage = loop.stages[number]
     if purpose is Purpose.EVALUATE:

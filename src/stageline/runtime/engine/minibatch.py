@@ -84,6 +84,7 @@ class MiniBatch:
     ambient: ForwardContext
     targets: list[Target] = field(default_factory=list)
     position: int = 0  # in its stream
+    has_own_seed: bool = False  # random numbers depend on its seed, but not on its number
     losses: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, if there is no loss
     output_gradients: list[Contents] = field(default_factory=list)  # to begin the backward with

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from stageline.model.layers import LayerSequence
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
@@ -44,26 +41,24 @@ def open_backend(
     return ProcessesBackend(groups, devices, timeout)
 
 
+def ranks_of_process(backend: Backend, schedule: Schedule) -> frozenset[int]:
+    """Return the ranks that run in this process."""
+    return frozenset(r for r in range(schedule.num_ranks) if backend.collectives.has(r))
+
+
 def open_session(
-    layers: LayerSequence,
-    stages: Sequence[range],
-    schedule: Schedule,
-    devices: Devices,
-    settings: Settings,
-    backend: Backend,
-    seed: int,
-    init_fn: Init | None,
+    layout: Layout, settings: Settings, backend: Backend, seed: int, init_fn: Init | None
 ) -> Session:
     """Make the weights of this process's layers, and everything that trains them."""
-    collectives = backend.collectives
-    here = frozenset(rank for rank in range(schedule.num_ranks) if collectives.has(rank))
-    layout = Layout(layers, schedule, tuple(stages), devices, here)
+    collectives, layers, schedule = backend.collectives, layout.layers, layout.schedule
     places = layout.device_of_layer
     blanks = materialise(layers, places, places.__getitem__, seed, init_fn)
     move_to_devices(layers, places)
     tied = TiedWeights.of(layers, places)
     broadcast_weights(tied, layout, collectives)
     _broadcast_to_siblings(layout, collectives)
+    if layers.recording is not None:
+        layers.recording.update_model()
     optimizers = None
     if settings.optimizer_fn is not None:
         functions = settings.optimizer_fn, settings.scheduler_fn

@@ -7,7 +7,7 @@ by each micro-batch, as in a plain loop. A recomputed forward counts in neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
-from stageline.runtime.function_interceptor import FunctionInterceptor
+from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.torch_private import BatchNormBase
 
 MODES = ("minibatch", "microbatch")
@@ -111,14 +111,16 @@ class RunningStatistics:
                 found[:] = [pair for pair in found if pair[0][0] != step]
         if self.modules:
             for number, moments in all_replicas(own).items():
-                _update(self.modules[number], reduce(Moments.merge, (each for _, each in moments)))
+                update_statistics(self.modules[number], [each for _, each in moments])
 
 
 def _when(recorded: tuple[tuple[int, int], Moments]) -> tuple[int, int]:
     return recorded[0]
 
 
-def _update(norm: BatchNormBase, moments: Moments) -> None:
+def update_statistics(norm: BatchNormBase, of_microbatches: Sequence[Moments]) -> None:
+    """Update the running statistics of a module with a mini-batch, as if it had not been cut."""
+    moments = reduce(Moments.merge, of_microbatches)
     count = _count(norm).add_(1)
     factor = norm.momentum if norm.momentum is not None else 1.0 / float(count)
     unbiased = moments.squares / max(1, moments.samples - 1)

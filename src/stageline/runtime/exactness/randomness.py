@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stageline.torch_private import DropoutBase, TorchDispatchMode, takes_generator
+from stageline.torch_private import (
+    DataDependentOutputException,
+    DropoutBase,
+    TorchDispatchMode,
+    takes_generator,
+)
 
 DEFAULT_GENERATOR = Lock()  # guards torch's default generator, for operators that take no other
 
@@ -63,7 +68,8 @@ class DeterministicLayers:
     is observed when it first runs, and again when it is switched to training or the probability of
     a dropout in it changes. If a layer draws nevertheless, torch's default generator shows it.
 
-    `trusts`: whether a layer that drew nothing is left unobserved from then on.
+    `trusts`: whether a layer that drew nothing is left unobserved from then on. `num_draws` counts
+    the forwards that drew.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, trusts: bool) -> None:
@@ -71,6 +77,7 @@ class DeterministicLayers:
         self.never_draw = {module for module in self.random_parts if not may_draw(module)}
         self.observed: dict[tuple[nn.Module, object], bool] = {}  # whether it was deterministic
         self.trusts = trusts
+        self.num_draws = 0
 
     def is_deterministic(self, module: nn.Module) -> bool:
         if module in self.never_draw:
@@ -79,6 +86,7 @@ class DeterministicLayers:
 
     def record(self, module: nn.Module, *, drew: bool) -> None:
         self.observed[self._key(module)] = not drew
+        self.num_draws += drew
 
     def _key(self, module: nn.Module) -> tuple[nn.Module, object]:
         probabilities = [
@@ -109,16 +117,33 @@ class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         kwargs = kwargs or {}
         if not _is_random_operator(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
-        self.drew = True
         generator = self._generator(_device(args, kwargs))
         if takes_generator(func):
+            self.drew = True
             return func(*args, **kwargs | {"generator": generator})
-        return _call_with_default(generator, lambda: func(*args, **kwargs))
+        # Attention is one of these, and draws only if it has a dropout.
+        before = generator.get_state()
+        result = _call_with_default(generator, lambda: func(*args, **kwargs))
+        self.drew = self.drew or not _is_same_state(before, generator.get_state())
+        return result
+
+    def restart(self, key: RandomKey) -> None:
+        """Draw from generators with another key from now on."""
+        self.key = key
+        self.generators.clear()
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(layer_seed(*self.key))
         return self.generators[device]
+
+
+def _is_same_state(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether a generator has drawn nothing; within a mode of fake tensors nobody knows."""
+    try:
+        return torch.equal(before, after)
+    except DataDependentOutputException:
+        return False
 
 
 @cache

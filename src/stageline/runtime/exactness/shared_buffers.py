@@ -40,7 +40,7 @@ class SharedBuffers:
             for layer in layers.layers[numbers.start : numbers.stop]:
                 for prefix, module in layer.module.named_modules():
                     for name, buffer in module.named_buffers(recurse=False):
-                        path = ".".join(part for part in (layer.name, prefix, name) if part)
+                        path = layer.full_name(prefix, name)
                         uses.setdefault(buffer, {}).setdefault(stage, (path, module, name))
         self.shared = [next(iter(found.values())) for found in uses.values() if len(found) > 1]
         self.before: list[Tensor] = []

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
+from stageline.model.named_places import named_places
 from stageline.runtime.exactness.weight_aliases import make_alias, plain_data
 from stageline.runtime.stage import autograd
 from stageline.torch_private import has_gradient_hooks
@@ -134,8 +135,9 @@ def _uses(layers: LayerSequence) -> dict[nn.Parameter, list[tuple[int, list[str]
     uses: dict[nn.Parameter, list[tuple[int, list[str]]]] = {}
     for number, layer in enumerate(layers.layers):
         names: dict[nn.Parameter, list[str]] = {}
-        for name, weight in layer.module.named_parameters(remove_duplicate=False):
-            names.setdefault(weight, []).append(name)
+        for name, weight in named_places(layer.module):
+            if isinstance(weight, nn.Parameter):
+                names.setdefault(weight, []).append(name)
         for weight, found in names.items():
             uses.setdefault(weight, []).append((number, found))
     return uses

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.model import trees
 from stageline.model.layers import LayerSequence
-from stageline.runtime import trees
 from stageline.runtime.stage import autograd
 from stageline.runtime.stage.stage import Stage
 from stageline.runtime.stage.stage_values import StageGraph
@@ -39,7 +39,7 @@ class UsedWeights:
         if number in self.checked:
             return
         names = {
-            parameter: f"{layer.name}.{name}"
+            parameter: layer.full_name(name)
             for layer in self.layers
             for name, parameter in layer.module.named_parameters()
         }
@@ -81,7 +81,7 @@ def check_tensors(layers: LayerSequence, why: str) -> None:
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
                 if attribute not in MODULE_TABLES and any(map(_is_trained, _tensors(value))):
-                    place = ".".join(part for part in (layer.name, name, attribute) if part)
+                    place = layer.full_name(name, attribute)
                     raise ModelError(
                         f"{place!r} requires gradients and is no parameter, but {why}: make it an "
                         "nn.Parameter"

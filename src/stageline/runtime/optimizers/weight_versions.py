@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.model.named_places import named_places
 from stageline.runtime.exactness.weight_aliases import (
     apply_gradient_hooks,
     make_alias,
@@ -148,7 +149,7 @@ class Versions:
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return the names of each trained weight; others have no versions."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+    for name, parameter in named_places(module):
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     return names

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stageline.errors import StageError
+from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime import trees
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.inner_gradients import InnerGradients
@@ -26,7 +26,9 @@ from stageline.runtime.exactness.layer_state import LayerState
 from stageline.runtime.exactness.randomness import LayerRandomness, RandomKey
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import restored_after_hooks
+from stageline.runtime.parity.unwrapped_model import run_unwrapped
 from stageline.runtime.stage import autograd
+from stageline.runtime.stage.forward_kind import ForwardKind, running
 from stageline.runtime.stage.forward_pass import LOSS, LOSS_NUMBER
 from stageline.runtime.stage.split_backward import add_weight_gradients
 from stageline.runtime.stage.stage_values import Target
@@ -41,9 +43,11 @@ def plain_step(
     accumulate: str = "exact",
     is_intercepted: Callable[[int], bool] = lambda _: True,
     outside: dict[Tensor, Tensor | None] | None = None,
+    calls: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Run forward and backward of all micro-batches, in ascending order.
 
+    A recorded model runs by its own forward, with `calls`: the inputs of each micro-batch.
     `is_intercepted` tells by the number of a layer whether gradients may be added inside of
     products. `outside` is filled with tensors in no layer that get gradients, and the gradients
     that they had before.
@@ -59,8 +63,10 @@ def plain_step(
         interceptor = WeightCallInterceptor(InnerGradients.fixed(direct)) if is_fused else None
         with ExitStack() as stack:
             step.ambient.enter(stack, grad=True)
+            stack.enter_context(running(ForwardKind.ONLY))
             stack.enter_context(statistics.observe(step.number, microbatch, again=False))
-            loss = _forward(layers, step, microbatch, target, tied, interceptor)
+            call = calls[microbatch] if calls else None
+            loss = _forward(layers, step, microbatch, target, tied, interceptor, call)
         for leaf in autograd.leaves([loss]):
             if id(leaf) not in own and leaf not in outside:
                 outside[leaf], leaf.grad = leaf.grad, None
@@ -80,10 +86,14 @@ def _forward(
     target: Target,
     tied: TiedWeights,
     interceptor: WeightCallInterceptor | None,
+    call: Mapping[str, Any] | None,
 ) -> Tensor:
     """Return the loss of one micro-batch."""
     with interceptor or nullcontext():
-        output = _output(layers, step, microbatch, tied, interceptor)
+        if call is None:
+            output = _output(layers, step, microbatch, tied, interceptor)
+        else:
+            output = _unwrapped_output(layers, step, microbatch, tied, interceptor, call)
         with (
             _error_context(LOSS, microbatch),
             LayerRandomness(RandomKey(step.seed, step.number, step.first + microbatch, LOSS)),
@@ -108,12 +118,35 @@ def _output(
         )
         key = RandomKey(step.seed, step.number, step.first + microbatch, layer.name)
         with _error_context(f"layer {layer.name!r}", microbatch), LayerRandomness(key):
-            result = functional_call(layer.module, tied.by_layer.get(number, {}), tuple(read))
+            result = functional_call(
+                layer.module, tied.by_layer.get(number, {}), tuple(read), tie_weights=False
+            )
         results = layer.written(result)
         values |= {Value(number, n): r for n, r in zip(layer.writes, results, strict=True)}
     if interceptor:
         interceptor.layer = LOSS_NUMBER
     return values[layers.output]
+
+
+def _unwrapped_output(
+    layers: LayerSequence,
+    step: MiniBatch,
+    microbatch: int,
+    tied: TiedWeights,
+    interceptor: WeightCallInterceptor | None,
+    call: Mapping[str, Any],
+) -> Any:
+    def enter(number: int) -> None:
+        if interceptor:
+            interceptor.layer = number
+
+    def key(layer: str) -> RandomKey:
+        return RandomKey(step.seed, step.number, step.first + microbatch, layer)
+
+    with _error_context("the model", microbatch):
+        output = run_unwrapped(layers, call, key, tied.by_layer, enter)
+    enter(LOSS_NUMBER)
+    return output
 
 
 @contextmanager
@@ -189,7 +222,7 @@ def first_difference(
         for number in numbers:
             names = [name for at, name in found.tensors if at == number]
             for name in names:
-                whose = f"{layers.layers[number].name}.{name}"
+                whose = layers.layers[number].full_name(name)
                 pair = found.tensors[number, name], wanted.tensors.get((number, name))
                 if difference := _difference(whose, *pair, stage):
                     return difference

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from stageline.errors import ModelError, ParityError
-from stageline.model.inputs import named_inputs
+from stageline.model.inputs import batch_inputs
 from stageline.runtime.backends.backend import Collectives
+from stageline.runtime.batches import microbatches
 from stageline.runtime.batches.cut_batch import training_batch
-from stageline.runtime.engine.minibatch import Purpose
+from stageline.runtime.engine.minibatch import MiniBatch, Purpose
 from stageline.runtime.engine.session import Session
 from stageline.runtime.parity.plain_loop import (
     StepOutcome,
@@ -35,7 +36,7 @@ def verify(session: Session, inputs: Any, target: Any, named: Mapping[str, Any])
             "of a plain loop, by design: verify a synchronous schedule of the same model"
         )
     session.check_idle()
-    inputs, target = detached_copy((named_inputs(layers, inputs, named), target))
+    inputs, target, named = detached_copy((inputs, target, dict(named)))
     if any(parameter.is_meta for parameter in layers.modules.parameters()):
         raise ModelError(
             "a part of the model is on the meta device, but verify needs the whole of it here: "
@@ -43,7 +44,7 @@ def verify(session: Session, inputs: Any, target: Any, named: Mapping[str, Any])
         )
     broadcast_state(assembly.layout, collectives)
     with assembly.replicas.isolated():
-        found = _difference(session, inputs, target)
+        found = _difference(session, inputs, target, named)
     differences = collectives.gather(found, "what verify found")
     if difference := next((text for text in differences if text is not None), None):
         raise ParityError(difference)
@@ -59,20 +60,21 @@ def broadcast_state(layout: Layout, collectives: Collectives) -> None:
                 tensor.data.copy_(new)
 
 
-def _difference(session: Session, inputs: Any, target: Any) -> str | None:
+def _difference(session: Session, inputs: Any, target: Any, named: Mapping[str, Any]) -> str | None:
     """Compare a step of the pipeline with a plain loop over the same layers."""
     layout, settings = session.assembly.layout, session.assembly.settings
     outside: dict[Tensor, Tensor | None] = {}  # weights of the loss, say, and their gradients
     try:
         with preserved_model(layout.layers, settings.loss_fn):
-            copied_inputs, copied_target = detached_copy((inputs, target))
-            expected = training_batch(session, copied_inputs, copied_target, {})
+            given = detached_copy((inputs, target, named))
+            expected = training_batch(session, *given)
             is_intercepted = partial(_is_caught, session, expected.number)
             modes = settings.batch_norm, settings.accumulate
-            plain_step(layout.layers, expected, *modes, is_intercepted, outside)
+            calls = _calls(session, given[0], given[2], expected)
+            plain_step(layout.layers, expected, *modes, is_intercepted, outside, calls)
             wanted = StepOutcome.of(layout.layers, expected, outside)
         with preserved_model(layout.layers, settings.loss_fn), without_gradients(outside):
-            minibatch = training_batch(session, inputs, target, {})
+            minibatch = training_batch(session, inputs, target, named)
             session.run(minibatch, Purpose.TRAIN)
             found = StepOutcome.of(layout.layers, minibatch, outside)
     finally:
@@ -80,6 +82,18 @@ def _difference(session: Session, inputs: Any, target: Any) -> str | None:
             leaf.grad = gradient
     stages = [numbers if layout.is_here(numbers[0]) else range(0) for numbers in layout.stages]
     return first_difference(layout.layers, found, wanted, stages)
+
+
+def _calls(
+    session: Session, inputs: Any, named: Mapping[str, Any], minibatch: MiniBatch
+) -> list[Any]:
+    """Return the inputs of each micro-batch, in the form of a recorded model's own forward."""
+    layers = session.assembly.layout.layers
+    if layers.recording is None:
+        return []
+    given = batch_inputs(layers, inputs, named)
+    sizes = microbatches.sizes(microbatches.num_samples(given), len(minibatch.inputs))
+    return microbatches.cut(given, sizes)
 
 
 def _is_caught(session: Session, step: int, layer: int) -> bool:

@@ -114,13 +114,13 @@ def check_untied(schedule: Schedule, layers: LayerSequence, parts: Sequence[rang
     for stage, numbers in enumerate(parts):
         for layer in layers.layers[numbers.start : numbers.stop]:
             for name, weight in layer.module.named_parameters():
-                first, its_name = seen.setdefault(weight, (stage, f"{layer.name}.{name}"))
+                first, its_name = seen.setdefault(weight, (stage, layer.full_name(name)))
                 if first != stage and weight.requires_grad:
                     raise ModelError(
-                        f"'{its_name}' of stage {first} and '{layer.name}.{name}' of stage {stage} "
-                        f"are the same weight, but with {schedule.name!r} each stage steps its own "
-                        "weights at its own time: put these layers into one stage with balance=, "
-                        "or use a synchronous schedule"
+                        f"{its_name!r} of stage {first} and {layer.full_name(name)!r} of stage "
+                        f"{stage} are the same weight, but with {schedule.name!r} each stage steps "
+                        "its own weights at its own time: put these layers into one stage with "
+                        "balance=, or use a synchronous schedule"
                     )
 
 

@@ -28,6 +28,7 @@ class Layout:
     stages: tuple[range, ...]  # the numbers of their layers
     devices: tuple[torch.device | None, ...]  # by rank
     ranks_here: frozenset[int]  # the ranks that run in this process
+    costs: tuple[float, ...] = ()  # of the layers, by which they were cut
 
     def with_stages(self, stages: Sequence[range]) -> Layout:
         """Return the layout with other layers in the same stages."""
@@ -83,7 +84,8 @@ class Layout:
             for name, parameter in layer.module.named_parameters():
                 if parameter not in seen:
                     seen.add(parameter)
-                    yield f"{layer.name}.{name}", parameter
+                    full_name = layer.full_name(name)
+                    yield self.layers.first_names.get(full_name, full_name), parameter
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters and buffers of this process under their names in the model."""
@@ -96,18 +98,14 @@ class Layout:
         """
         self._check_state(state_dict, strict=strict)
         for layer in self.layers_here:
-            prefix = f"{layer.name}."
-            own = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in state_dict.items()
-                if name.startswith(prefix)
-            }
+            names = {layer.full_name(name): name for name in layer.module.state_dict()}
+            own = {names[n]: tensor for n, tensor in state_dict.items() if n in names}
             layer.module.load_state_dict(own, strict=strict)
 
     def _check_state(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-        prefixes = tuple(f"{layer.name}." for layer in self.layers)
+        known = self.layers.state_dict().keys()
         for name in state_dict:
-            if strict and not name.startswith(prefixes):
+            if strict and name not in known:
                 raise ModelError(
                     f"the state has {name!r}, but the model has no such parameter or buffer: use "
                     "strict=False to ignore it"

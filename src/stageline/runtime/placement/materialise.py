@@ -18,10 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.model import trees
 from stageline.model.layers import Layer, LayerSequence
-from stageline.runtime import trees
 from stageline.runtime.exactness.randomness import layer_seed
-from stageline.torch_private import MODULE_TABLES, buffer_table, parameter_table, version_of
+from stageline.runtime.placement.rebuild_buffers import (
+    initialize_module,
+    initializing_models,
+    rebuild_buffers,
+)
+from stageline.torch_private import (
+    MODULE_TABLES,
+    buffer_table,
+    is_persistent,
+    parameter_table,
+    version_of,
+)
 
 Init = Callable[[Layer], object]
 
@@ -73,11 +84,17 @@ def materialise(
     for layer in layers:  # also of other ranks: a weight that two layers share stays one weight
         replace(layer.module, made)
     allocated = _find_allocated(layers, numbers, set(made.values()))
+    models = initializing_models(layers)
     for layer in new_layers:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(layer_seed(seed, 0, 0, layer.name))
-            (init or reset)(layer)
-    return [each for each in allocated if not each.is_initialized]
+            if init is not None:
+                init(layer)
+            else:
+                _reset(layer, models)
+    blanks = [each for each in allocated if not each.is_initialized]
+    rebuild_buffers(blanks, models, seed)
+    return [each for each in blanks if not each.is_initialized]
 
 
 def check_initialized(
@@ -88,8 +105,9 @@ def check_initialized(
         if not each.is_initialized:
             raise ModelError(
                 f"{each.full_name!r} was on the meta device and is not initialized: initialize it "
-                "in Pipeline's init= or in its module's reset_parameters(), or load a checkpoint "
-                "that has it (checkpoints have no buffers that are not persistent)"
+                "in Pipeline's init_fn= or in its module's reset_parameters() or reset_buffers(), "
+                "or load a checkpoint that has it (checkpoints have no buffers that are not "
+                "persistent)"
             )
     for number in here:
         layer = layers.layers[number]
@@ -97,24 +115,29 @@ def check_initialized(
             for attribute, value in vars(module).items():
                 if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
-                        f"{_joined(layer.name, name, attribute)!r} is on the meta device and is "
+                        f"{layer.full_name(name, attribute)!r} is on the meta device and is "
                         "neither a parameter nor a buffer, so it is not initialized: use "
-                        "register_buffer(), or set it in Pipeline's init="
+                        "register_buffer(), or set it in Pipeline's init_fn="
                     )
 
 
-def reset(layer: Layer) -> None:
-    """Initialize a layer with its modules' own `reset_parameters`."""
+def _reset(layer: Layer, models: Mapping[nn.Module, Any]) -> None:
+    """Initialize a layer as its modules, and the models around them, do it themselves."""
     for name, module in layer.module.named_modules():
         if any(True for _ in _own(module)):
             initialize: Any = getattr(module, "reset_parameters", None)
-            if initialize is None:
-                where = _joined(layer.name, name)
+            if initialize is not None:
+                initialize()
+            elif module not in models:
+                where = layer.full_name(name)
                 raise ModelError(
                     f"{where!r}, a {type(module).__name__}, is on the meta device and has no "
-                    "reset_parameters(): give Pipeline an init= that initializes a layer"
+                    "reset_parameters(): give Pipeline an init_fn= that initializes a layer"
                 )
-            initialize()
+    with torch.no_grad():
+        for module in reversed([*layer.module.modules()]):  # a module after its submodules
+            if module in models:
+                initialize_module(models[module], module)
 
 
 def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
@@ -137,8 +160,11 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _own(module: nn.Module) -> Iterable[Tensor]:
+    """Yield the parameters and persistent buffers of a module without its submodules."""
     yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if is_persistent(module, name):
+            yield buffer
 
 
 def _find_allocated(
@@ -155,7 +181,7 @@ def _find_allocated(
                         continue
                     is_remote = number not in numbers and isinstance(tensor, nn.Parameter)
                     version = version_of(tensor)
-                    full_name = _joined(layer.name, prefix, name)
+                    full_name = layer.full_name(prefix, name)
                     each = UninitializedTensor(full_name, module, name, version)
                     found.setdefault(tensor, None if is_remote else each)
     return [each for each in found.values() if each is not None]
@@ -163,10 +189,6 @@ def _find_allocated(
 
 def _is_on_meta(value: Any) -> bool:
     return any(isinstance(each, Tensor) and each.is_meta for each in trees.tensors_inside(value))
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)
 
 
 def _mark(tensor: Tensor) -> None:

@@ -51,7 +51,7 @@ def check_optimizer(
     names: dict[Tensor, str] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters():
-            names.setdefault(parameter, f"{layer.name}.{name}")
+            names.setdefault(parameter, layer.full_name(name))
     groups = [] if optimizer is None else optimizer.param_groups
     held = {parameter for group in groups for parameter in group["params"]}
     for parameter in held:

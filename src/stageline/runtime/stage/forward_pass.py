@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from stageline.model import trees
 from stageline.model.layers import Value
-from stageline.runtime import trees
 from stageline.runtime.devices import moved
 from stageline.runtime.exactness.in_place import Mark, StageInput
 from stageline.runtime.exactness.inner_gradients import (
@@ -24,6 +24,7 @@ from stageline.runtime.exactness.inner_gradients import (
 )
 from stageline.runtime.exactness.layer_state import StateSnapshot
 from stageline.runtime.exactness.randomness import LayerRandomness, RandomKey
+from stageline.runtime.stage.forward_kind import ForwardKind, running
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
 from stageline.runtime.stage.stage_layers import StageLayer
@@ -92,6 +93,7 @@ class ForwardPass:
         weights = stage.versions.of(args.version) if stage.versions and self.grad else {}
         with ExitStack() as stack:
             args.context.enter(stack, grad=self.grad)
+            stack.enter_context(running(self._kind()))
             inputs = self._take_inputs()
             stack.enter_context(stage.inner_gradients.forward_mode_lock(self.loss_fn))
             stack.enter_context(self._saved_tensor_hooks())
@@ -108,6 +110,11 @@ class ForwardPass:
         if gradients:
             stage.inner_gradients.record_accumulation()
         return self._graph(inputs, loss, gradients)
+
+    def _kind(self) -> ForwardKind:
+        if self.again:
+            return ForwardKind.AGAIN
+        return ForwardKind.ONLY if self.keeps_graph or not self.grad else ForwardKind.FIRST
 
     def _interceptor(self, *, observes: bool) -> WeightCallInterceptor | None:
         """Return what sees the functions of the forward, if they are of interest."""
@@ -204,7 +211,8 @@ class ForwardPass:
 
     def _key(self, name: str) -> RandomKey:
         args = self.args
-        return RandomKey(args.seed, args.step, args.first + args.microbatch, name)
+        step = 0 if args.has_own_seed else args.step
+        return RandomKey(args.seed, step, args.first + args.microbatch, name)
 
     def _graph(
         self, inputs: list[StageInput], loss: Tensor | None, gradients: ForwardGradients
@@ -237,7 +245,9 @@ class ForwardPass:
 
 
 def _call(module: nn.Module, aliases: dict[str, Tensor] | None, given: list[Any]) -> Any:
-    return functional_call(module, aliases, tuple(given)) if aliases else module(*given)
+    if not aliases:
+        return module(*given)
+    return functional_call(module, aliases, tuple(given), tie_weights=False)
 
 
 def _drop(_: Any) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stageline.errors import ModelError
-from stageline.runtime import trees
+from stageline.model import trees
 from stageline.runtime.exactness.layer_state import StateSnapshot
 from stageline.runtime.stage.stage_values import ForwardArgs, RecomputationInput
 from stageline.torch_private import version_of

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.runtime.exactness.inner_gradients import (
     DIFFERENTIATING,
     InnerGradients,
     late_differentiation,
 )
-from stageline.runtime.function_interceptor import FunctionInterceptor
 from stageline.runtime.stage import autograd
 from stageline.runtime.stage.weight_calls import WeightCall, trained_weights
 from stageline.torch_private import has_gradient_hooks

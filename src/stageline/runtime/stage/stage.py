@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime import trees
 from stageline.runtime.devices import moved
 from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.in_place import InPlaceChanges

@@ -59,6 +59,7 @@ class ForwardArgs(NamedTuple):
     offload: bool = False  # keep saved tensors in host memory
     version: int = 0  # of the weights, if several versions are in use
     marks: Marks = NO_MARKS  # of the tensors in `values`: who else uses their memory
+    has_own_seed: bool = False  # random numbers depend on `seed`, but not on `step`
 
 
 class ForwardResult(NamedTuple):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
+from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.runtime.exactness.inner_gradients import (
     DIFFERENTIATING,
     InnerGradients,
@@ -29,7 +30,6 @@ from stageline.runtime.exactness.inner_gradients import (
     is_transformed,
     late_differentiation,
 )
-from stageline.runtime.function_interceptor import FunctionInterceptor
 from stageline.runtime.stage import autograd
 
 # Not F.group_norm: torch 2.13 crashes in its backward where memory is channels_last and only the

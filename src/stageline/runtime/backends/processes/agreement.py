@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stageline.errors import ModelError
-from stageline.runtime import trees
+from stageline.model import trees
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.placement.layout import Layout
@@ -37,7 +37,7 @@ def signature(layout: Layout, recompute: Sequence[str], minibatch: MiniBatch) ->
     """Return what all ranks must have in common, in few words each."""
     schedule, layers = layout.schedule, layout.layers
     shapes = [
-        (layer.name, name, tuple(tensor.shape), str(tensor.dtype))
+        (layer.full_name(name), tuple(tensor.shape), str(tensor.dtype))
         for layer in layers
         for name, tensor in layer.module.named_parameters()
     ]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stageline.errors import StageError
+from stageline.model import trees
 from stageline.model.layers import Value
-from stageline.runtime import trees
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.failures import failure_text
 from stageline.runtime.backends.processes.collectives import ProcessCollectives

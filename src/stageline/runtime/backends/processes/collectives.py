@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.runtime import trees
+from stageline.model import trees
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes.connection import Connection

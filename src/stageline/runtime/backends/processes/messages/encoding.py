@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError, StageError
-from stageline.runtime import trees
-from stageline.runtime.trees import LEAF, Spec
+from stageline.model import trees
+from stageline.model.trees import LEAF, Spec
 from stageline.torch_private import pytree
 
 LENGTH = 8  # bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from stageline.model import trees
 from stageline.model.layers import Value
-from stageline.runtime import trees
 from stageline.runtime.backends.processes.messages import packing as wire
 from stageline.runtime.backends.processes.messages.shapes import TensorSpec, ValueSpec
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from stageline.errors import BatchError, ModelError
+from stageline.model import trees
 from stageline.model.layers import Value
-from stageline.runtime import trees
 from stageline.runtime.backends.processes.clock import SHIFT
 from stageline.runtime.backends.processes.messages.shapes import TensorSpec, ValueSpec
 from stageline.runtime.exactness.strided_copy import ALIGNED, copy_as, misalignment

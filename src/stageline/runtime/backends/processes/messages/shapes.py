@@ -7,16 +7,17 @@ data ends the prediction: from there on the sender sends the shapes as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stageline.errors import ModelError
+from stageline.model import trees
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
-from stageline.runtime import trees
 from stageline.runtime.backends.processes.messages import encoding
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.torch_private import FakeTensorMode
@@ -104,6 +105,7 @@ def predict_specs(
     found: dict[Value, ValueSpec] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as around:
+        around.enter_context(_without_log())
         ambient.enter(around, grad=False)
         around.enter_context(mode)
         values = {Value(INPUT, name): _fake(value) for name, value in inputs.items()}
@@ -123,6 +125,17 @@ def predict_specs(
                 if spec.has_only_tensors:  # other values may change from step to step
                     found[Value(number, name)] = spec
     return PredictedSpecs(found, "")
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep torch from logging a stack of calls for each operator that needs data."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _gradient_spec(spec: ValueSpec, value: Any) -> ValueSpec:

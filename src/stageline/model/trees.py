@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
-from stageline.runtime.containers import put_together, registered_class, take_apart
+from stageline.model.containers import put_together, registered_class, take_apart
 from stageline.torch_private import pytree
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stageline.cli.models.reference import load_workload
 from stageline.cli.options import Jobs, SaveFile
 from stageline.cli.output import check_file, loading_torch, print_and_save
-from stageline.cli.reference import load_workload
 
 if TYPE_CHECKING:
     from stageline import Profile
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def profile(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Returns model, loss_fn, inputs, target."),
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns model, loss_fn, inputs, target; or model and inputs.",
+        ),
     ],
     jobs: Jobs = 1,
     save: SaveFile = Path("profile.json"),

@@ -9,9 +9,9 @@ import typer
 from rich.markup import escape
 
 import stageline as sl
+from stageline.cli.models.reference import load_workload
 from stageline.cli.options import NumMicrobatches, NumRanks, check_synchronous
 from stageline.cli.output import loading_torch, print_rich
-from stageline.cli.reference import load_workload
 from stageline.errors import ParityError, ScheduleError
 from stageline.schedules.build import schedule_names
 
@@ -32,7 +32,10 @@ class Verification(NamedTuple):
 def verify(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Returns model, loss_fn, inputs, target."),
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns model, loss_fn, inputs, target; or model and inputs.",
+        ),
     ],
     schedules: Annotated[
         list[str] | None, typer.Argument(help="Schedules; by default all synchronous ones.")
@@ -48,7 +51,8 @@ def verify(
 
     All gradients, buffers and losses are compared. The function takes no
     arguments and returns a model for sl.Pipeline, its loss function, and the
-    inputs and target of one mini-batch.
+    inputs and target of one mini-batch; or the model and its inputs alone, if
+    it computes its own loss.
     """
     names = schedules or schedule_names(synchronous=True)
     check_synchronous(names)
@@ -72,7 +76,13 @@ def verify_each(
     """Verify one schedule after another; the model is left unchanged."""
     for name in schedules:
         try:
-            pipe = sl.Pipeline(workload.model, workload.loss_fn, schedule=name, **options)
+            pipe = sl.Pipeline(
+                workload.model,
+                workload.loss_fn,
+                schedule=name,
+                example_inputs=workload.inputs,
+                **options,
+            )
         except ScheduleError as error:
             yield Verification(name, None, str(error).splitlines()[0])
             continue

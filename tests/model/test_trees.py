@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from stageline.errors import ModelError
-from stageline.runtime import trees
-from stageline.runtime.trees import flatten, paths, unflatten
+from stageline.model import trees
+from stageline.model.trees import flatten, paths, unflatten
 
 T = TypeVar("T")
 

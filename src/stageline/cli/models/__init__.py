@@ -1,0 +1,1 @@
+"""Commands on a user's model, which a function of theirs makes."""

@@ -1,0 +1,40 @@
+"""Find the loss that a model computes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from stageline.errors import ModelError
+
+NAME = "loss"
+
+
+def own_loss(output: Any, _: object = None) -> Tensor:
+    """Return the loss in a model's output: the output itself, its `loss`, or the first of a tuple.
+
+    >>> import torch
+    >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)})
+    tensor(2.)
+    """
+    if isinstance(output, Mapping):
+        found = output.get(NAME)
+    elif isinstance(output, tuple | list) and not hasattr(output, NAME):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, NAME, output)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    raise ModelError(
+        f"the model returns {_described(output)}, in which there is no loss, and there is no "
+        "loss_fn: give labels in the batch, so that the model computes its loss, or give a loss_fn"
+    )
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    names = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    return f"a value of type {type(output).__name__}{names}"
