@@ -13,6 +13,7 @@ nobody has the folder's named pipe `owner` open for writing.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -92,6 +93,7 @@ def attend(connection: socket.socket) -> dict[str, Any]:
 
 def run(request: dict[str, Any]) -> None:
     """Run the script as if the interpreter had been started with it."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ |= request["environment"]
     script = request["script"]
     sys.argv = [script, *request["arguments"]]

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
 FOLDER = "STAGELINE_FORK_SERVERS"  # the environment variable that names the folder of sockets
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+STACKS = 2.0  # seconds for a process to write the stacks of its threads
 PATIENCE = 100.0  # seconds until a server listens; the import of torch takes 20 on a busy machine
 
 
@@ -47,6 +48,12 @@ class RankProcess:
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def print_stacks(self) -> None:
+        """Let the process write what its threads are doing to its output."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        self.wait(STACKS)
 
     @property
     def output(self) -> str:

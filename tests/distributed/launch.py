@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tests.distributed.fork_servers import ranks
 
+TIMEOUT = 100.0  # seconds; less than a test has, so that it can show what the ranks were doing
 AFTERMATH = 8.0  # seconds in which all have to end, once one has failed
 KILLED = 10.0  # seconds in which a process that is killed is gone
 
@@ -26,10 +27,12 @@ def launch(
     worker: str,
     num_ranks: int,
     *arguments: str,
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT,
     stopped: Collection[int] = (),
 ) -> list[Ended]:
     """Return how each rank ended; those that have not when the time is over are killed.
+
+    The output of one that was killed ends with the stacks of its threads.
 
     Ranks that are `stopped` never end by themselves: they are killed when all others have ended.
     """
@@ -43,6 +46,8 @@ def launch(
             process = processes[rank]
             code = process.wait(0.0 if rank in stopped else start + timeout - monotonic())
             if code is None:
+                if rank not in stopped:
+                    process.print_stacks()
                 process.kill()
                 code = process.wait(KILLED)
             ends[rank] = Ended(code, process.output, monotonic() - start)
