@@ -130,6 +130,7 @@ def test_nothing_grows_from_step_to_step_on_any_rank() -> None:
             *("first", "stop", "for all ranks to share a plan, longer"),
             marks=pytest.mark.slow,
         ),
+        ("connect", "exit", "for all ranks to share connections, longer"),
         ("step", "shapes", "do all ranks have batches of the same shapes and dtypes?"),
     ],
 )

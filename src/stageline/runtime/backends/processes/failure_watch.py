@@ -11,6 +11,8 @@ The other talks to nobody: it ends waits that exceed the timeout, whatever the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread, main_thread
@@ -19,6 +21,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stageline.errors import StageError
 from stageline.runtime.backends.processes.heartbeats import (
     Heartbeat,
     RankPosition,
@@ -89,11 +92,15 @@ class FailureWatch:
         return self.names[self.rank]
 
     def start(self) -> None:
-        """Wait until all ranks are there; raise `TimeoutError` with the names of missing ones."""
+        """Wait until all ranks are there; raise `TimeoutError` with the names of missing ones.
+
+        This rank's own heartbeat is awaited as well: what the caller does next may block until the
+        others have seen it.
+        """
         for thread in self.threads:
             thread.start()
         end = monotonic() + max(START_UP_TIMEOUT, self.limit)
-        missing = self.others
+        missing = list(range(len(self.names)))
         while missing and self.failure is None and self.is_store_reachable:
             awaited = tuple(missing)
             found = call_with_timeout(
@@ -131,6 +138,20 @@ class FailureWatch:
             yield
         finally:
             del self.waits[id(wait)]
+
+    def call(self, what: str, call: Callable[[], Answer]) -> Answer:
+        """Return the result of a call in which all ranks take part, and which cannot be cancelled.
+
+        It runs in a thread of its own, which is abandoned when a rank fails: that raises
+        `StageError`.
+        """
+        running: Future[Answer] = Future()
+        Thread(target=_complete, args=(running, call), daemon=True).start()
+        with self.waiting(what):
+            while self.failure is None and self.is_store_reachable:
+                if futures.wait([running], HEARTBEAT_INTERVAL).done:
+                    return running.result()
+        raise StageError(self.failure or store_unreachable(self.names[0]))
 
     @contextmanager
     def busy_with(self, task: str) -> Iterator[None]:
@@ -307,3 +328,10 @@ class FailureWatch:
             f"{self.name} has waited {now - wait.begun:.0f} s for all ranks to share {wait.what}, "
             f"longer than it should: {how}{self.describe_positions()}"
         )
+
+
+def _complete(future: Future[Answer], call: Callable[[], Answer]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

@@ -137,7 +137,7 @@ def connect(
     watch = _assembled(grid, limit, lambda: hang_up(opened))
 
     def own_group(rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
-        opened.append(_own_group(rows, limit, backend))
+        opened.append(watch.call("connections", lambda: _own_group(rows, limit, backend)))
         return opened[-1]
 
     rows = [row for plane in grid.permute(0, 2, 1).tolist() for row in plane]
@@ -157,6 +157,9 @@ def connect(
             len(grid),
             tp == 0,
         )
+    except StageError:
+        watch.leave()
+        raise
     except RuntimeError as error:
         message = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
@@ -224,8 +227,12 @@ def _name(index: int, grid: torch.Tensor) -> str:
 
 
 def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
-    """One for each pipeline, and for all of its replicas: what fails in one concerns them all."""
-    whole = default_store()
+    """Return a store for each pipeline, and all of its replicas: a failure concerns them all.
+
+    It has a connection of its own: one that waits for a key, as torch does when groups are made,
+    answers nobody else.
+    """
+    whole = default_store().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive processes
     who = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     store = dist.distributed_c10d.PrefixStore(f"stageline/{attempt}/{who}", whole)
