@@ -21,6 +21,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import benchmarks.models  # noqa: F401  without it transformers cannot be imported beside torchvision
+
 MIB = 2**20
 SHARE = 1.4  # of the weights' bytes: a whole model needs 2 for weights and gradients
 NUM_STEPS = 3
@@ -38,16 +41,20 @@ def main() -> None:
         )
         two = [sys.executable, "-m", "stageline", "run", "--num-processes", "2", __file__, folder]
         one = [sys.executable, __file__, folder]
+        found = {}
         for name, command in (("two processes", two), ("one process", one)):
             ended = subprocess.run(
                 command, capture_output=True, text=True, timeout=900, check=False
             )
             lines = (ended.stdout + ended.stderr).strip().splitlines()
             reasons = [line.strip() for line in lines if "memory" in line][-1:]
+            found[name] = ended.returncode == 0, bool(reasons)
             shown = lines if ended.returncode == 0 else reasons or lines[-1:]
             Console().print(
                 f"{name}: exit code {ended.returncode}", *shown, sep="\n  ", soft_wrap=True
             )
+    if not found["two processes"][0] or found["one process"] != (False, True):
+        sys.exit("two processes should have trained, and one should have run out of memory")
 
 
 def model_on_meta() -> torch.nn.Module:
