@@ -148,6 +148,7 @@ def test_the_public_names_are_those_of_the_design() -> None:
         "StagelineError",
         "StepResult",
         "Timeline",
+        "Uncut",
         "build_schedule",
         "check",
         "estimate",

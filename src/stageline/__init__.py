@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stageline.errors import StagelineError as StagelineError
     from stageline.model.layers import Layer as Layer
     from stageline.model.layers import LayerSequence as LayerSequence
+    from stageline.model.uncut import Uncut as Uncut
     from stageline.options import Options as Options
     from stageline.pipeline import Pipeline as Pipeline
     from stageline.planning.cluster.cluster import Cluster as Cluster
@@ -85,6 +86,7 @@ _HOMES = {
     "StagelineError": "errors",
     "StepResult": "runtime.batches.result",
     "Timeline": "report.timeline",
+    "Uncut": "model.uncut",
     "build_schedule": "schedules.build",
     "check": "schedules.check",
     "estimate": "planning.profiling.estimate",

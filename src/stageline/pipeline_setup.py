@@ -17,6 +17,7 @@ from stageline.model.inputs import batch_inputs, microbatch_inputs
 from stageline.model.layers import LayerSequence
 from stageline.model.own_loss import own_loss
 from stageline.model.split import cut, layer_costs
+from stageline.model.uncut import unmarked
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
 from stageline.runtime.batches.microbatches import first_microbatch, pair
@@ -127,7 +128,7 @@ def _shapes(
 ) -> dict[str, Any] | None:
     """Return what layers read of one micro-batch of the example."""
     if layers.recording is None:
-        return None if example_inputs is None else batch_inputs(layers, example_inputs)
+        return None if example_inputs is None else batch_inputs(layers, unmarked(example_inputs))
     part, others = first_microbatch((example_inputs, named), schedule.num_microbatches)
     return microbatch_inputs(layers, batch_inputs(layers, part, others))
 

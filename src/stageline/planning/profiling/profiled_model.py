@@ -13,6 +13,7 @@ from stageline.model.any_model import layers_of
 from stageline.model.inputs import batch_inputs, microbatch_inputs
 from stageline.model.layers import Layer, LayerSequence
 from stageline.model.own_loss import own_loss
+from stageline.model.uncut import unmarked
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.resize_batch import microbatch_sizes, resize_batch
 from stageline.runtime.exactness.caller_context import ForwardContext
@@ -40,7 +41,7 @@ class ProfiledModel(NamedTuple):
             raise PlanError("target is given without a loss_fn: give both")
         if loss_fn is not None:
             check_function("loss_fn", loss_fn)
-        layers = layers_of(model, example_inputs, {})
+        layers = layers_of(model, unmarked(example_inputs), {})
         inputs = batch_inputs(layers, example_inputs)
         if loss_fn is None and layers.recording is not None and layers.recording.has_own_loss:
             loss_fn = own_loss

@@ -12,6 +12,7 @@ from stageline.arguments import shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES, check_most
 from stageline.model import trees
+from stageline.model.uncut import Uncut
 from stageline.runtime.batches import microbatches
 
 
@@ -44,6 +45,8 @@ def resize_batch(batch: Any, num_samples: int) -> Any:
 
 
 def _resize(item: Any, num_samples: int) -> Any:
+    if isinstance(item, Uncut):
+        return item.value.clone() if isinstance(item.value, Tensor) else item.value
     if not isinstance(item, Tensor):
         return item
     if not item.ndim:

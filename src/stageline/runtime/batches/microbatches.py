@@ -27,6 +27,7 @@ from torch import Tensor
 from stageline.errors import BatchError
 from stageline.model import trees
 from stageline.model.trees import Spec
+from stageline.model.uncut import Uncut
 
 USE_CONTAINERS = (
     "put its tensors in a tuple, list, dict, named tuple or dataclass, or register its class with "
@@ -58,7 +59,8 @@ def num_samples(*batches: Any) -> int:
         found = ", ".join(map(str, sorted(lengths))) or "none"
         raise BatchError(
             f"lengths along dim 0 are {found}, but inputs and target are cut there together and "
-            "need one length: pass other values as numbers, or keep them in the model"
+            "need one length: mark tensors that all samples share, such as a mask, with "
+            "sl.Uncut(tensor)"
         )
     if not (length := lengths.pop()):
         raise BatchError("the batch has no samples, but a step needs at least one")
@@ -66,22 +68,24 @@ def num_samples(*batches: Any) -> int:
 
 
 def cut(batch: Any, pieces: list[int]) -> list[Any]:
-    """Cut a tree into pieces of these sizes; numbers and other leaves are in every piece."""
+    """Cut a tree into pieces of these sizes; what is marked, or no tensor, is in every piece."""
     leaves, spec = trees.flatten(batch)
-    columns = [
-        torch.split(leaf, pieces)
-        if isinstance(leaf, Tensor) and leaf.ndim
-        else (leaf,) * len(pieces)
-        for leaf in leaves
-    ]
+    columns = [_column(leaf, pieces) for leaf in leaves]
     for number, leaf in enumerate(leaves):
-        if trees.hides_tensors(leaf):
+        if not isinstance(leaf, Uncut) and trees.hides_tensors(leaf):
             raise BatchError(
                 f"the batch has a {type(leaf).__name__}{_at(trees.paths(spec)[number])}, but "
                 f"tensors or arrays in it would not be cut into micro-batches: {USE_CONTAINERS}"
             )
     rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
     return [trees.unflatten(row, spec) for row in rows]
+
+
+def _column(leaf: Any, pieces: list[int]) -> Sequence[Any]:
+    """Return the leaf's part in each piece."""
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        return torch.split(leaf, pieces)
+    return [leaf.value if isinstance(leaf, Uncut) else leaf] * len(pieces)
 
 
 def first_microbatch(batch: Any, num_microbatches: int) -> Any:

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from stageline.errors import StageError
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.model.uncut import Uncut
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.inner_gradients import InnerGradients
@@ -192,7 +193,13 @@ def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 def detached_copy(batch: Any) -> Any:
     """Return a copy of a batch whose tensors are leaves of a new graph."""
-    return trees.map_leaves(lambda item: trees.as_graph_leaf(trees.cloned(item)), batch)
+    return trees.map_leaves(_detached_leaf, batch)
+
+
+def _detached_leaf(item: Any) -> Any:
+    if isinstance(item, Uncut):
+        return Uncut(detached_copy(item.value))
+    return trees.as_graph_leaf(trees.cloned(item))
 
 
 @dataclass(frozen=True)
