@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint test-all bench parity clean
+.PHONY: demo test lint test-all bench parity experiments clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
@@ -35,6 +35,13 @@ bench: $(VENV)/installed-dev
 # of an hour.
 parity: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/parity.py
+
+# GPipe's own experiments: hours on two cores. An interrupted one goes on where it was; results that
+# are in experiments/*/results.json are not made again.
+experiments: $(VENV)/installed-dev
+	$(BIN)/python -m experiments.tables all
+	$(BIN)/python -m experiments.images all
+	$(BIN)/python -m experiments.translation all
 
 clean:
 	rm -rf $(VENV) demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
