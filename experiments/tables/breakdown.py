@@ -74,10 +74,10 @@ def parts_of_step(timeline: sl.Timeline, whole: float, *, links: bool) -> Parts:
     With `links`, every second rank of the timeline is the link between its neighbours.
     """
     rows = [list(work_of(row)) for row in timeline.spans]
-    devices = rows[:: 2 if links else 1]
+    ranks = range(0, len(rows), 2 if links else 1)
+    devices = [rows[rank] for rank in ranks]
     ends = {(rank, work.action): work.end for rank, row in enumerate(rows) for work in row}
-    gaps = [gap for rank in range(0, len(rows), 2 if links else 1)
-            for gap in gaps_of(rank, rows[rank], ends, links=links)]  # fmt: skip
+    gaps = [gap for rank in ranks for gap in gaps_of(rank, rows[rank], ends, links=links)]
     after = [timeline.makespan - row[-1].end for row in devices]  # until the last rank is done
     count = len(devices)
     waiting = (sum(gap.waiting for gap in gaps) + sum(after)) / count

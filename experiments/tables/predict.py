@@ -64,7 +64,8 @@ def predicted(cell: Cell) -> dict[str, Any]:
         "costs": {name: getattr(costs, name) for name in COSTS},
         "link": cell.workload.device.link,
         "step": seconds,
-        "throughput": cell.workload.batch / seconds,
+        "step_without_overlap": without_overlap(costs, cell.num_microbatches).makespan,
+        "batch": cell.workload.batch,
         "peak_gb": peak_memory(costs, cell.num_microbatches) / 1e9,
         "largest_batch": largest_batch(cell, profile, balance),
     }
@@ -77,9 +78,14 @@ def stored_costs(run: Any) -> sl.Costs:
 
 def peak_memory(costs: sl.Costs, num_microbatches: int) -> float:
     """Return the bytes that the fullest rank holds at most."""
+    return max(without_overlap(costs, num_microbatches).peak_memory)
+
+
+def without_overlap(costs: sl.Costs, num_microbatches: int) -> sl.Timeline:
+    """Return the step whose recomputations begin when their gradients have arrived."""
     num_ranks = len(gpipe_program.per_stage(costs, "forward"))
     schedule = sl.build_schedule("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return max(sl.simulate(schedule, costs).peak_memory)
+    return sl.simulate(schedule, costs)
 
 
 def largest_batch(cell: Cell, profile: sl.Profile, balance: Sequence[int]) -> int:
@@ -136,9 +142,8 @@ def planned(workload: Workload, num_ranks: int) -> dict[str, Any]:
     level = sl.Level("link", num_ranks, bandwidth=device.link)
     cluster = sl.Cluster(num_devices=num_ranks, memory=device.memory, levels=(level,))
     sizes: dict[str, Any] = {"batch_size": workload.batch, "num_ranks": num_ranks}
-    plan = sl.plan(workload.profile(), cluster, **sizes, optimizer="momentum")
-    return {
-        "plan": plan.chosen.description,
-        "step": plan.chosen.seconds,
-        "throughput": plan.throughput,
-    }
+    try:
+        plan = sl.plan(workload.profile(), cluster, **sizes, optimizer="momentum")
+    except sl.PlanError as error:
+        return {"plan": None, "reason": str(error)}
+    return {"plan": plan.chosen.description, "step": plan.chosen.seconds, "batch": workload.batch}

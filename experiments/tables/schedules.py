@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
+from experiments.results import Results
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, LAYERS = 4, 8, 16
 FLOATS = 2**17  # of what a layer writes for a micro-batch; its weights have twice as many
-SECONDS = 0.005  # of a layer's forward, and of each of its gradients
+SECONDS = 0.01  # of a layer's forward, and of each of its gradients
 STREAM = 24  # micro-batches of an asynchronous run, of which the middle third is measured
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
     "MALLOC_MMAP_THRESHOLD_": "32768",
@@ -44,17 +45,12 @@ class Variant(NamedTuple):
 
     @property
     def is_asynchronous(self) -> bool:
-        return self.schedule in sl_asynchronous()
+        return self.schedule in sl.schedule_names(synchronous=False)
 
     @property
     def num_minibatches(self) -> int:
         """Return the number of mini-batches of a run, if it is a stream."""
         return STREAM // self.num_microbatches
-
-
-def sl_asynchronous() -> tuple[str, ...]:
-    """Return the schedules that update weights while micro-batches are under way."""
-    return ("pipedream", "pipedream_2bw")
 
 
 VARIANTS = (
@@ -122,9 +118,9 @@ def costs_of(variant: Variant) -> sl.Costs:
 def simulated(variant: Variant) -> dict[str, Any]:
     """Return micro-batches per second, and the bytes that each rank holds at most."""
     timeline = sl.simulate(schedule_of(variant), costs_of(variant))
-    rate = stream_rate(timeline, variant) if variant.is_asynchronous else (
-        variant.num_microbatches / timeline.makespan
-    )  # fmt: skip
+    rate = variant.num_microbatches / timeline.makespan
+    if variant.is_asynchronous:
+        rate = stream_rate(timeline, variant)
     return {"rate": rate, "peaks": list(timeline.peak_memory)}
 
 
@@ -147,14 +143,19 @@ def middle_rate(ends: Sequence[float]) -> float:
 def measured(variant: Variant, steps: int) -> dict[str, Any]:
     """Return the same as measured by the ranks' processes; rates of all steps."""
     worker = Path(__file__).with_name("worker.py")
+    launch = [sys.executable, "-m", "stageline", "run", "--num-processes", str(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         subprocess.run(
-            [sys.executable, "-m", "stageline", "run", "--num-processes", str(RANKS), str(worker)]
-            + [variant.title, str(steps), str(path)],
+            [*launch, str(worker), variant.title, str(steps), str(path)],
             env=os.environ | FREED_AT_ONCE | {"OMP_NUM_THREADS": "1"},
             check=True,
             timeout=300,
         )
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def simulate_once(results: Results, variant: Variant) -> None:
+    """Store the simulated throughput and memory."""
+    results.run_once(f"simulate {variant.title}", lambda: simulated(variant), seed=0)
