@@ -16,9 +16,11 @@ from experiments.tables.predict import cells, predict_links, predict_plan
 from experiments.tables.predict import predict as predict_cell
 from experiments.tables.report import write_report
 from experiments.tables.workloads import WORKLOADS
+from stageline.zoo.emulated import lateness
 
 HERE = Path(__file__).parent
 PARTS = ("tables", "breakdown", "schedules")
+USUAL_LATENESS = 0.0003  # seconds, of a sleep on an idle machine: 0.1 ms, with some room
 app = typer.Typer(
     help="GPipe's tables 2 and 3, where a step's time goes, and other schedules on the same work.",
     no_args_is_help=True,
@@ -70,6 +72,9 @@ def measure(
         jobs = [job for job in measurement.jobs(stored) if not part or job.part in part]
     except KeyError as error:
         raise typer.BadParameter(str(error.args[0])) from error
+    if lateness() > USUAL_LATENESS:
+        late = f"sleeps end {1e3 * lateness():.1f} ms late"
+        Console().print(f"{late}: the machine is busy, and times will be wrong", style="yellow")
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:

@@ -15,8 +15,9 @@ first is the recomputation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from statistics import fmean
 from typing import NamedTuple
 
@@ -39,12 +40,11 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return math.fsum(astuple(self))
 
     def shares(self) -> dict[str, float]:
         """Return each part over the total, by its name."""
-        names = (field.name for field in fields(self))
-        return {name.replace("_", "-"): getattr(self, name) / self.total for name in names}
+        return {name.replace("_", "-"): time / self.total for name, time in asdict(self).items()}
 
 
 class Work(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from experiments.tables.gpipe_program import per_stage, with_links_as_ranks
-from stageline.zoo.emulated import Occupy, sleep_until
+from stageline.zoo.emulated import Occupy, lateness, sleep_until
 
 Updates = dict[int, float]  # seconds, by the id of a parameter
 
@@ -102,4 +102,4 @@ def measure(
     with made.pipe:
         made.warm_up()
         taken = [made.step() / scale for _ in range(steps)]
-    return {"steps": taken, "scale": scale, "links": links}
+    return {"steps": taken, "scale": scale, "links": links, "lateness_ms": 1e3 * lateness()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from experiments.tables import paper
@@ -78,7 +78,7 @@ def milliseconds_per_action(runs: Runs, cell: Cell) -> float | None:
     expected, found = seconds(runs, cell), measured_seconds(runs, cell)
     if expected is None or found is None:
         return None
-    scale = runs[f"measure {cell.name}"]["scale"]
+    scale: float = runs[f"measure {cell.name}"]["scale"]
     return 1e3 * scale * (found.value - expected) / (3 * cell.num_microbatches)
 
 
@@ -87,8 +87,8 @@ def mean_forward(runs: Runs, cell: Cell) -> float | None:
     measured, predicted = runs.get(f"measure {cell.name}"), runs.get(f"predict {cell.name}")
     if measured is None or predicted is None:
         return None
-    forwards = predicted["costs"]["forward"]
-    return 1e3 * measured["scale"] * sum(forwards) / len(forwards)
+    scale: float = measured["scale"]
+    return 1e3 * scale * fmean(predicted["costs"]["forward"])
 
 
 def breakdown(runs: Runs, num_ranks: int) -> dict[str, float] | None:
