@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.pictures import COLOURS, PAPER, figure, save
+import matplotlib as mpl
+from matplotlib.lines import Line2D
+
+from experiments.pictures import COLOURS, PAPER, STYLE, figure, save
 from experiments.tables import paper, schedules
 from experiments.tables.outcome import (
     Runs,
@@ -27,10 +30,11 @@ POSITIONS = range(len(paper.RANKS))
 
 
 def draw_all(runs: Runs, folder: Path) -> None:
-    draw_throughput(runs, folder / "throughput.svg")
-    draw_links(runs, folder / "links.svg")
-    draw_breakdown(runs, folder / "breakdown.svg")
-    draw_schedules(runs, folder / "schedules.svg")
+    with mpl.rc_context(STYLE):  # axes take their style when they are made
+        draw_throughput(runs, folder / "throughput.svg")
+        draw_links(runs, folder / "links.svg")
+        draw_breakdown(runs, folder / "breakdown.svg")
+        draw_schedules(runs, folder / "schedules.svg")
 
 
 def draw_throughput(runs: Runs, path: Path) -> None:
@@ -46,8 +50,20 @@ def draw_throughput(runs: Runs, path: Path) -> None:
         axes.set_ylim(0, 7)
         if not number:
             axes.set_ylabel("throughput, K = 2 and M = 1 is 1")
-            axes.legend(fontsize=7, loc="upper left")
+            axes.legend(handles=legend(workload.microbatches), fontsize=8, loc="upper left")
     save(picture, path)
+
+
+def legend(microbatches: Sequence[int]) -> list[Line2D]:
+    """Return a colour for each number of micro-batches, and a line for each source."""
+    pairs = zip(COLOURS, microbatches, strict=False)
+    colours = [Line2D([], [], color=colour, label=f"M = {count}") for colour, count in pairs]
+    return [
+        *colours,
+        Line2D([], [], color="black", label="predicted"),
+        Line2D([], [], color="black", linestyle="none", marker="o", label="measured"),
+        Line2D([], [], color="black", linestyle="--", alpha=0.55, label="paper"),
+    ]
 
 
 def draw_row(axes: Any, runs: Runs, workload: Workload, count: int, colour: str) -> None:
@@ -56,12 +72,12 @@ def draw_row(axes: Any, runs: Runs, workload: Workload, count: int, colour: str)
     published = paper.throughput(workload.name)
     if published:
         values = [published[ranks, count] for ranks in paper.RANKS]
-        axes.plot(POSITIONS, values, "--", color=colour, alpha=0.55, label=f"paper, M = {count}")
+        axes.plot(POSITIONS, values, "--", color=colour, alpha=0.55)
     axes.plot(
         POSITIONS,
         [predicted_throughput(runs, cell) for cell in row],
         color=colour,
-        label=f"predicted, M = {count}",
+        label=workload.name,
     )
     found = [measured_throughput(runs, cell) for cell in row]
     points = [
@@ -70,7 +86,7 @@ def draw_row(axes: Any, runs: Runs, workload: Workload, count: int, colour: str)
     if points:
         xs, ys, spreads = zip(*points, strict=True)
         style = {"fmt": "o", "color": colour, "capsize": 3}
-        axes.errorbar(xs, ys, yerr=spreads, **style, label=f"measured, M = {count}")
+        axes.errorbar(xs, ys, yerr=spreads, **style)
 
 
 def draw_links(runs: Runs, path: Path) -> None:
@@ -86,9 +102,8 @@ def draw_links(runs: Runs, path: Path) -> None:
             right.plot(gigabytes, ratios, "o-", color=colour, label=workload.name, markersize=3)
     left.set_xticks(POSITIONS, [f"K = {ranks}" for ranks in paper.RANKS])
     left.set_ylabel("throughput, K = 2 is 1")
-    left.set_title("M = 32 (dashed: paper)")
-    lines = [line for line in left.get_lines() if str(line.get_label()).startswith("predicted")]
-    left.legend(lines, [workload.name for workload in workloads], fontsize=7)
+    left.set_title("M = 32: line predicted, points measured, dashed paper", fontsize=9)
+    left.legend(fontsize=8)
     right.axvline(GPU.link / 1e9, color=PAPER, linestyle=":", label="assumed for table 3")
     right.set_xscale("log")
     right.set_xlabel("bandwidth of a link, GB/s")
@@ -142,6 +157,8 @@ def draw_schedules(runs: Runs, path: Path) -> None:
         if found:
             rate, memory = of_steps(found["rates"]), max(found["peaks"]) / 1e6
             axes.errorbar(memory, rate.value, yerr=rate.spread, fmt="o", color=colour, capsize=3)
+        if expected and found:
+            axes.plot((place[0], memory), (place[1], rate.value), color=colour, alpha=0.4)
     axes.set_xlabel("memory of the fullest rank, MB: weights and their versions, gradients, "
                     "momentum, activations")  # fmt: skip
     axes.set_ylabel("micro-batches a second")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import stageline as sl
 from experiments.results import Results
 from experiments.tables import emulate, paper, predict, schedules
 from experiments.tables.breakdown import parts_of_step
@@ -27,6 +28,8 @@ SERIAL_SECONDS = 4.0
 # A ResNet runs on the devices of its AmoebaNet: both have the same scale.
 SCALED_AS = {RESNET.name: AMOEBANET, SLOW_RESNET.name: SMALL_AMOEBANET}
 BREAKDOWN_MICROBATCHES = 32
+# Links that take less are left out: their threads would cost more than they show.
+NEGLIGIBLE_LINK = 0.02
 
 
 class Job(NamedTuple):
@@ -60,7 +63,7 @@ def table_job(predicted: Mapping[str, Any], cell: Cell) -> Job:
     scale = scale_of(predicted, cell.workload)
 
     def run(steps: int) -> dict[str, Any]:
-        links = cell.workload.has_slow_links
+        links = link_share(costs) > NEGLIGIBLE_LINK
         return emulate.measure(costs, cell.num_microbatches, scale, steps, links=links)
 
     return Job("tables", f"measure {cell.name}", run)
@@ -95,8 +98,25 @@ def scale_of(predicted: Mapping[str, Any], workload: Workload) -> float:
     """Return emulated seconds for each second of the device."""
     cell = Cell(SCALED_AS.get(workload.name, workload), num_ranks=2, num_microbatches=32)
     costs = predict.stored_costs(found(predicted, cell))
+    return SERIAL_SECONDS / (32 * sum(stage_seconds(costs)))
+
+
+def stage_seconds(costs: sl.Costs) -> list[float]:
+    """Return how long each stage works on a micro-batch."""
     names = ("forward", "recompute", "input_grad", "weight_grad")
-    return SERIAL_SECONDS / (32 * sum(sum(per_stage(costs, name)) for name in names))
+    return [sum(times) for times in zip(*(per_stage(costs, n) for n in names), strict=True)]
+
+
+def link_share(costs: sl.Costs) -> float:
+    """Return the time of the longest message over that of the slowest stage.
+
+    >>> two = sl.Costs([1.0, 2.0], 1, 1, recompute=1, message=1, links=sl.Link(bandwidth=10))
+    >>> link_share(two)
+    0.02
+    """
+    assert isinstance(costs.links, sl.Link)
+    longest = max(per_stage(costs, "message")) / costs.links.bandwidth
+    return longest / max(stage_seconds(costs))
 
 
 def found(predicted: Mapping[str, Any], cell: Cell) -> Mapping[str, Any]:

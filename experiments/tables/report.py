@@ -170,7 +170,7 @@ def step_parts(runs: Runs) -> TextTable:
 def schedule_table(runs: Runs) -> TextTable:
     columns = (
         *("schedule", "micro-batches/s, simulated", "measured"),
-        *("fullest rank, MB, simulated", "measured", "by rank, measured"),
+        *("an update, ms", "fullest rank, MB, simulated", "measured", "by rank, measured"),
     )
     rows = []
     for variant in schedules.VARIANTS:
@@ -181,6 +181,7 @@ def schedule_table(runs: Runs) -> TextTable:
                 variant.title,
                 f"{expected['rate']:.2f}" if expected else MISSING,
                 str(of_steps(found["rates"])) if found else MISSING,
+                f"{found['update_ms']:.1f}" if found else MISSING,
                 megabytes([max(expected["peaks"])]) if expected else MISSING,
                 megabytes([max(found["peaks"])]) if found else MISSING,
                 megabytes(found["peaks"]) if found else MISSING,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from experiments.results import Results
+from experiments.tables import gpipe_program
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, LAYERS = 4, 8, 16
@@ -102,7 +103,7 @@ def costs_of(variant: Variant) -> sl.Costs:
     kept = read if again else needed
     seconds = layers * SECONDS
     return sl.Costs(
-        forward=seconds,
+        forward=[seconds] * num_stages,
         input_grad=seconds,
         weight_grad=seconds,
         recompute=seconds if again else 0.0,
@@ -117,10 +118,14 @@ def costs_of(variant: Variant) -> sl.Costs:
 
 def simulated(variant: Variant) -> dict[str, Any]:
     """Return micro-batches per second, and the bytes that each rank holds at most."""
-    timeline = sl.simulate(schedule_of(variant), costs_of(variant))
-    rate = variant.num_microbatches / timeline.makespan
+    costs, count = costs_of(variant), variant.num_microbatches
+    timeline = sl.simulate(schedule_of(variant), costs)
     if variant.is_asynchronous:
         rate = stream_rate(timeline, variant)
+    elif variant.recompute == "always":
+        rate = count / gpipe_program.makespan(costs, count)
+    else:
+        rate = count / timeline.makespan
     return {"rate": rate, "peaks": list(timeline.peak_memory)}
 
 

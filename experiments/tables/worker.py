@@ -9,8 +9,9 @@ import gc
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,15 @@ def mean(output: Tensor, _: Tensor) -> Tensor:
     return output.mean()
 
 
-def run(variant: Variant, steps: int) -> tuple[list[float], int]:
-    """Return micro-batches per second of each step or stream, and this rank's peak in bytes."""
+class Found(NamedTuple):
+    """What a rank found: of each step or stream, and of all of them."""
+
+    rates: list[float]  # micro-batches per second
+    update_ms: float  # median of the optimizers' steps
+    peak: int  # bytes of this rank
+
+
+def run(variant: Variant, steps: int) -> Found:
     count = variant.num_microbatches
     model = nn.Sequential(
         *(Block(schedules.SECONDS, schedules.FLOATS) for _ in range(schedules.LAYERS))
@@ -41,33 +49,47 @@ def run(variant: Variant, steps: int) -> tuple[list[float], int]:
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is now
+    with pipeline(model, variant) as pipe:
+        traced = [trace_once(pipe, batch, variant) for _ in range(steps + 1)][1:]
+        own = sum(parameter.nbytes for parameter in pipe.parameters())  # there before
+        peak = status("VmHWM") - before + own
+    updates = [
+        span.end - span.start
+        for timeline, _ in traced
+        for row in timeline.spans
+        for span in row
+        if span.action.kind is sl.Kind.STEP
+    ]
+    return Found([rate for _, rate in traced], median(updates), peak)
+
+
+def pipeline(model: nn.Sequential, variant: Variant) -> sl.Pipeline:
     num_stages = schedules.schedule_of(variant).num_stages
-    pipe = sl.Pipeline(
+    return sl.Pipeline(
         model,
         mean,
         num_ranks=schedules.RANKS,
-        num_microbatches=count,
+        num_microbatches=variant.num_microbatches,
         schedule=variant.schedule,
         balance=[schedules.LAYERS // num_stages] * num_stages,
         recompute=variant.recompute,
         optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=1e-9, momentum=0.9),
     )
-    rates = [rate(pipe, batch, variant) for _ in range(steps + 1)][1:]
-    own = sum(parameter.nbytes for parameter in pipe.parameters())  # there before it was measured
-    peak = status("VmHWM") - before + own
-    pipe.close()
-    return rates, peak
 
 
-def rate(pipe: sl.Pipeline, batch: Any, variant: Variant) -> float:
-    if variant.is_asynchronous:
-        with pipe.trace() as trace:
+def trace_once(pipe: sl.Pipeline, batch: Any, variant: Variant) -> tuple[sl.Timeline, float]:
+    """Return the timeline of a step or a stream, and micro-batches per second."""
+    start = perf_counter()
+    with pipe.trace() as trace:
+        if variant.is_asynchronous:
             for _ in pipe.run([batch] * variant.num_minibatches):
                 pass
-        return 1e3 * schedules.stream_rate(trace.timeline, variant)
-    start = perf_counter()
-    float(pipe.step(*batch).loss)
-    return variant.num_microbatches / (perf_counter() - start)
+        else:
+            float(pipe.step(*batch).loss)
+            seconds = perf_counter() - start
+    if variant.is_asynchronous:
+        return trace.timeline, 1e3 * schedules.stream_rate(trace.timeline, variant)
+    return trace.timeline, variant.num_microbatches / seconds
 
 
 def main(title: str, steps: str, path: str) -> None:
@@ -75,11 +97,12 @@ def main(title: str, steps: str, path: str) -> None:
     dist.init_process_group("gloo")
     variant = schedules.BY_TITLE[title]
     run(variant, 1)  # what libraries keep for themselves is there from now on
-    rates, peak = run(variant, int(steps))
-    found = [0] * dist.get_world_size()
-    dist.all_gather_object(found, peak)
+    rates, update, peak = run(variant, int(steps))
+    peaks = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak)
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps({"rates": rates, "peaks": found}), encoding="utf-8")
+        found = {"rates": rates, "update_ms": update, "peaks": peaks}
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
