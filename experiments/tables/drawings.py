@@ -164,5 +164,6 @@ def draw_schedules(runs: Runs, path: Path) -> None:
     axes.set_ylabel("micro-batches a second")
     axes.set_title("hollow: simulated, full: measured", fontsize=9)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, loc="lower right")
+    if axes.get_lines():
+        axes.legend(fontsize=8, loc="lower right")
     save(picture, path)

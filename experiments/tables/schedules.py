@@ -153,12 +153,18 @@ def measured(variant: Variant, steps: int) -> dict[str, Any]:
         path = Path(folder) / "found.json"
         subprocess.run(
             [*launch, str(worker), variant.title, str(steps), str(path)],
-            env=os.environ | FREED_AT_ONCE | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | FREED_AT_ONCE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
             check=True,
             timeout=300,
         )
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def search_path() -> str:
+    """Return where the processes find `experiments`, which is not installed."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def simulate_once(results: Results, variant: Variant) -> None:

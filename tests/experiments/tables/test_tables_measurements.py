@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from experiments.results import Results
-from experiments.tables import emulate, gpipe_program, measure
-from experiments.tables.__main__ import app
+from experiments.tables import emulate, gpipe_program, measure, schedules, worker
+from experiments.tables.__main__ import HERE, app
 from experiments.tables.breakdown import Parts, ideal_bubble, parts_of_step, work_of
-from experiments.tables.report import markdown, replace_between, step_parts
+from experiments.tables.report import TABLES, markdown, replace_between, step_parts
 from typer.testing import CliRunner
 
 import stageline as sl
@@ -157,3 +157,39 @@ def test_parts_have_the_names_of_the_paper() -> None:
     assert {"compute", "recompute", "bubble", "imbalance", "set-up", "update"} <= set(
         Parts(1, 1, 1, 1, 1, 1, 1).shares()
     )
+
+
+def test_the_readme_has_the_tables_of_the_results() -> None:
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    runs = Results(HERE / "results.json").read()
+    for make in TABLES:
+        table = make(runs)
+        between = readme.split(f"<!-- {table.key} -->")[1].split(f"<!-- end of {table.key} -->")[0]
+        assert between == f"\n{markdown(table)}\n", table.title
+
+
+def test_a_report_needs_nothing_but_the_results(tmp_path: Path) -> None:
+    """Of a machine where nothing was measured yet."""
+    keys = [make({}).key for make in TABLES]
+    text = "".join(f"<!-- {key} --><!-- end of {key} -->\n" for key in keys)
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    command = ["report", "--folder", str(tmp_path), "--results", str(tmp_path / "results.json")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "65.6 %" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {"throughput.svg", "links.svg", "breakdown.svg", "schedules.svg"}
+
+
+@pytest.mark.parametrize("title", ["GPipe, recomputed", "ZB-V", "PipeDream"])
+def test_a_schedule_runs_and_is_no_faster_than_its_work(
+    monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    """In threads here, and with small layers."""
+    monkeypatch.setattr(emulated, "lateness", lambda: 0.0)
+    monkeypatch.setattr(schedules, "SECONDS", 0.0005)
+    monkeypatch.setattr(schedules, "FLOATS", 64)
+    found = worker.run(schedules.BY_TITLE[title], steps=1)
+    fastest = 1 / (3 * schedules.LAYERS / schedules.RANKS * schedules.SECONDS)
+    assert 0 < found.rates[0] <= fastest
+    assert found.update_ms > 0

@@ -39,7 +39,7 @@ def tiny() -> Sample:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> sl.Profile:
-    workload = Workload("tiny", TPU, 8, (1, 4), tiny)
+    workload = Workload("tiny", TPU, 8, (4,), tiny)  # one size: seconds each
     return workload.profile(tmp_path_factory.mktemp("profiles"))
 
 
