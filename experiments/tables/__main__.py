@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Annotated
 
 import typer
@@ -79,7 +80,13 @@ def measure(
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=job.name)
-            measurement.measure(stored, job, steps)
+            try:
+                measurement.measure(stored, job, steps)
+            except CalledProcessError as error:
+                raise typer.BadParameter(
+                    f"the processes of {job.name!r} ended with {error.returncode}; their output is "
+                    "above. What was measured is stored: run the command again"
+                ) from error
             progress.advance(task)
     Console().print(f"{len(jobs)} measurements in {results}")
 

@@ -16,6 +16,7 @@ from experiments.tables.outcome import (
     breakdown,
     measured_throughput,
     of_steps,
+    predicted_breakdown,
     predicted_throughput,
 )
 from experiments.tables.predict import Cell
@@ -115,9 +116,10 @@ def draw_links(runs: Runs, path: Path) -> None:
 def draw_breakdown(runs: Runs, path: Path) -> None:
     """Draw the parts of a step as stacked bars, the paper's first."""
     bars: list[tuple[str, dict[str, float]]] = [("paper\nK = 2", paper.BREAKDOWN)]
-    found = ((ranks, breakdown(runs, ranks)) for ranks in paper.RANKS)
-    bars += [(f"measured\nK = {ranks}", shares) for ranks, shares in found if shares]
-    picture = figure(6.5, 4.2)
+    for ranks in paper.RANKS:
+        found = {"predicted": predicted_breakdown(runs, ranks), "measured": breakdown(runs, ranks)}
+        bars += [(f"{name}\nK = {ranks}", shares) for name, shares in found.items() if shares]
+    picture = figure(8.0, 4.2)
     axes = picture.add_subplot()
     heights = [0.0] * len(bars)
     for part in PARTS:

@@ -33,6 +33,26 @@ def timeline(costs: sl.Costs, num_microbatches: int) -> sl.Timeline:
     return sl.simulate(program, with_recomputations(costs, num_ranks))
 
 
+def as_traced(simulated: sl.Timeline) -> sl.Timeline:
+    """Return a timeline as a trace would show it: recomputations are spans of their backwards."""
+    num_stages = simulated.num_stages // 2
+    rows = []
+    for row in simulated.spans:
+        again = {
+            span.action.microbatch: span
+            for span in row
+            if span.action.stage >= num_stages and span.action.kind is sl.Kind.F
+        }
+        kept = []
+        for span in row:
+            if span.action.stage < num_stages:
+                if span.action.kind is sl.Kind.B:
+                    kept.append(again[span.action.microbatch]._replace(action=span.action))
+                kept.append(span)
+        rows.append(tuple(kept))
+    return sl.Timeline(tuple(rows), simulated.placement[:num_stages])
+
+
 def recomputing_ahead(num_ranks: int, num_microbatches: int) -> sl.Program:
     """Return GPipe's program with stages for the recomputations after those of the model."""
     rows = (" ".join(_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from experiments.tables import paper
-from experiments.tables.measure import median_index
-from experiments.tables.predict import Cell
-from experiments.tables.workloads import Workload
+from experiments.tables import gpipe_program, paper
+from experiments.tables.breakdown import parts_of_step
+from experiments.tables.measure import BREAKDOWN_MICROBATCHES, median_index
+from experiments.tables.predict import Cell, stored_costs
+from experiments.tables.workloads import AMOEBANET, Workload
 
 Runs = Mapping[str, Mapping[str, Any]]
 
@@ -98,6 +99,17 @@ def breakdown(runs: Runs, num_ranks: int) -> dict[str, float] | None:
         return None
     shares: dict[str, float] = run["shares"][median_index(run["steps"])]
     return shares
+
+
+def predicted_breakdown(runs: Runs, num_ranks: int) -> dict[str, float] | None:
+    """Return the parts of the step that is simulated from the stored stages."""
+    cell = Cell(AMOEBANET, num_ranks, BREAKDOWN_MICROBATCHES)
+    run = runs.get(f"predict {cell.name}")
+    if run is None:
+        return None
+    costs = gpipe_program.with_links_as_ranks(stored_costs(run))
+    timeline = gpipe_program.as_traced(gpipe_program.timeline(costs, cell.num_microbatches))
+    return parts_of_step(timeline, timeline.makespan, links=True).shares()
 
 
 def speed_up(runs: Runs, workload: Workload) -> tuple[float | None, Measured | None]:

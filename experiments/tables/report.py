@@ -20,6 +20,7 @@ from experiments.tables.outcome import (
     measured_throughput,
     milliseconds_per_action,
     of_steps,
+    predicted_breakdown,
     predicted_throughput,
     seconds,
     speed_up,
@@ -157,14 +158,15 @@ def work(runs: Runs) -> TextTable:
 
 
 def step_parts(runs: Runs) -> TextTable:
-    found = [breakdown(runs, ranks) for ranks in paper.RANKS]
+    columns, found = ["part", "paper, K = 2"], []
+    for ranks in paper.RANKS:
+        columns += [f"K = {ranks}, predicted", "measured"]
+        found += [predicted_breakdown(runs, ranks), breakdown(runs, ranks)]
     rows = []
     for part in PARTS:
-        measured = (each[part] if each else None for each in found)
-        shares = [paper.BREAKDOWN.get(part), *measured]
+        shares = [paper.BREAKDOWN.get(part), *(each[part] if each else None for each in found)]
         rows.append((part, *(MISSING if s is None else f"{100 * s:.1f} %" for s in shares)))
-    columns = ("part", "paper, K = 2", *(f"K = {ranks}" for ranks in paper.RANKS))
-    return TextTable("breakdown", "AmoebaNet-D (18, 256), M = 32", columns, rows)
+    return TextTable("breakdown", "AmoebaNet-D (18, 256), M = 32", tuple(columns), rows)
 
 
 def schedule_table(runs: Runs) -> TextTable:

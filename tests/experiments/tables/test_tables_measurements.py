@@ -9,7 +9,7 @@ import pytest
 from experiments.results import Results
 from experiments.tables import emulate, gpipe_program, measure, schedules, worker
 from experiments.tables.__main__ import HERE, app
-from experiments.tables.breakdown import Parts, ideal_bubble, parts_of_step, work_of
+from experiments.tables.breakdown import Parts, parts_of_step
 from experiments.tables.report import TABLES, markdown, replace_between, step_parts
 from typer.testing import CliRunner
 
@@ -75,13 +75,27 @@ def test_waiting_for_a_link_is_transfer() -> None:
     assert parts.total == pytest.approx(10.0)
 
 
-def test_the_bubble_of_equal_stages_is_the_simulated_one() -> None:
-    even = sl.Costs([1.0] * 4, 1, 1, recompute=1)
-    simulated = gpipe_program.timeline(even, 8)
-    idle = simulated.makespan - simulated.busy[0]
-    forward, backward = (sl.Action(0, kind, 0) for kind in (sl.Kind.F, sl.Kind.B))
-    row = list(work_of([Span(forward, 0, 1), Span(backward, 1, 2), Span(backward, 2, 4)]))
-    assert ideal_bubble([row] * 4) == idle
+def parts_simulated(costs: sl.Costs, *, links: bool = False) -> Parts:
+    timeline = gpipe_program.as_traced(gpipe_program.timeline(costs, 8))
+    return parts_of_step(timeline, timeline.makespan, links=links)
+
+
+def test_equal_stages_wait_for_the_bubble_alone() -> None:
+    """Three ranks before the last: three forwards, and three backwards of twice the time."""
+    parts = parts_simulated(sl.Costs([1.0] * 4, 1, 1, recompute=1, step=0.5))
+    assert astuple(parts) == pytest.approx((8 * 3, 8, 3 * 3, 0, 0, 0, 0.5))
+
+
+def test_a_slow_stage_is_imbalance_and_a_slow_link_is_transfer() -> None:
+    uneven = parts_simulated(sl.Costs([1.0, 2.0, 1.0], 1, 1, recompute=[1, 2, 1]))
+    assert (
+        uneven.imbalance > 5
+    )  # the others wait for eight forwards and recomputations, each 1 more
+    assert uneven.transfer == 0
+    link = sl.Link(bandwidth=0.5)
+    linked = sl.Costs([1.0, 1.0], 1, 1, recompute=1, message=[1, 0], links=link)
+    slow = parts_simulated(gpipe_program.with_links_as_ranks(linked), links=True)
+    assert slow.transfer > 5  # a forward of 1 waits for a message of 2
 
 
 @pytest.mark.usefixtures("no_short_sleeps")
@@ -142,7 +156,7 @@ def test_the_table_of_parts_shows_the_step_of_the_median_time() -> None:
     shares = [dict.fromkeys(names, value) for value in (0.1, 0.2, 0.3)]
     runs = {"breakdown K=4": {"steps": [2.0, 9.0, 3.0], "shares": shares}}
     rows = {row[0]: row[1:] for row in step_parts(runs).rows}
-    assert rows["compute"] == ("65.6 %", "–", "30.0 %", "–")
+    assert rows["compute"] == ("65.6 %", "–", "–", "–", "30.0 %", "–", "–")
 
 
 def test_tables_are_written_between_their_markers_twice_the_same() -> None:
