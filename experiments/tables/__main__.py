@@ -25,6 +25,7 @@ USUAL_LATENESS = 0.0003  # seconds, of a sleep on an idle machine: 0.1 ms, with 
 app = typer.Typer(
     help="GPipe's tables 2 and 3, where a step's time goes, and other schedules on the same work.",
     no_args_is_help=True,
+    add_completion=False,
 )
 ResultsFile = Annotated[Path, typer.Option("--results", help="The file of results to go on from.")]
 Steps = Annotated[int, typer.Option(min=1, help="Steps that are measured for each figure.")]
