@@ -98,7 +98,7 @@ def report(
     folder: Annotated[Path, typer.Option(help="Where README.md and the pictures are.")] = HERE,
 ) -> None:
     """Print the tables, write them into README.md, and draw the pictures."""
-    write_report(Results(results), folder, Console(width=150))
+    write_report(Results(results), folder, Console(width=180))
 
 
 @app.command("all")
