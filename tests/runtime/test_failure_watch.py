@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from time import monotonic
 
 import pytest
@@ -92,3 +92,22 @@ def test_a_call_that_cannot_be_cancelled_is_abandoned_when_a_rank_fails() -> Non
     with pytest.raises(StageError, match="rank 1 failed in layer 'x'"):
         watch.call("connections", Event().wait)
     watch.leave()
+
+
+def test_a_rank_that_leaves_waits_for_a_heartbeat_that_is_being_written() -> None:
+    """A thread that is in torch's code when the interpreter ends would abort the process."""
+    watch = FailureWatch(HashStore(), ["rank 0", "rank 1"], 0, 5.0, lambda: None)
+    watch.store.write_heartbeat(1, Heartbeat())
+    watch.start()
+    writing, written = Event(), Event()
+
+    def write_slowly() -> None:
+        writing.set()
+        written.wait()
+
+    watch._write_heartbeat = write_slowly  # type: ignore[method-assign]
+    assert writing.wait(20.0)
+    watch.last_answer -= 60.0
+    Timer(1.0, written.set).start()
+    watch.leave()
+    assert not any(thread.is_alive() for thread in watch.threads)

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stageline.errors import ModelError
 from stageline.model import trees
@@ -54,7 +55,7 @@ def signature(layout: Layout, recompute: Sequence[str], minibatch: MiniBatch) ->
         "recompute": str(list(recompute)),
         "seed": f"{minibatch.seed}, step {minibatch.number}",
         "batch": str(batch),
-        "data": _digest([_numbers(part) for part in (*inputs, *minibatch.targets)]),
+        "data": _data_digest((*inputs, *minibatch.targets)),
         "torch": str(torch.__version__),
     }
 
@@ -64,8 +65,17 @@ def _digest(value: object) -> str:
     return blake2b(repr(value).encode(), digest_size=4).hexdigest()
 
 
-def _numbers(tree: Any) -> list[bytes]:
-    """Return the bytes of the tensors of a micro-batch, or of its target."""
-    tree = tree.target if isinstance(tree, Target) else tree
-    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in trees.tensors(tree))
-    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
+def _data_digest(parts: Sequence[Any]) -> str:
+    """Return a few letters that differ if any number of the micro-batches or targets does."""
+    found = blake2b(digest_size=4)
+    for part in parts:
+        tree = part.target if isinstance(part, Target) else part
+        for tensor in trees.tensors(tree):
+            found.update(_numbers(tensor))
+    return found.hexdigest()
+
+
+def _numbers(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy if its memory has nothing else."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

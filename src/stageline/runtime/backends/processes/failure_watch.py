@@ -37,6 +37,7 @@ from stageline.runtime.backends.processes.heartbeats import (
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 STORE_TIMEOUT = 2.0  # seconds that the store has for an answer, once something is wrong
+LAST_HEARTBEAT = 10.0  # seconds that the store has for the last heartbeat, if nothing is wrong
 FAILURE_GRACE = 3.0  # seconds in which a rank that failed can say why, after its connection broke
 START_UP_TIMEOUT = 300.0  # seconds that a rank may be later than others at their first exchange
 CHECKPOINT_TIMEOUT = 600.0  # seconds that a rank may take longer than others for a checkpoint
@@ -199,7 +200,18 @@ class FailureWatch:
             self.is_over.set()
         for thread in self.threads:
             if thread.is_alive():
-                thread.join(2 * STORE_TIMEOUT if self.is_store_answering else HEARTBEAT_INTERVAL)
+                thread.join(self._seconds_to_leave)
+
+    @property
+    def _seconds_to_leave(self) -> float:
+        """Return how long the threads may take to end.
+
+        A thread that is in torch's C++ code when the interpreter ends aborts the process. So a
+        store that is slow because the machine is busy is waited for; one that hangs is not.
+        """
+        if self.failure is None and self.is_store_reachable:
+            return LAST_HEARTBEAT
+        return 2 * STORE_TIMEOUT if self.is_store_answering else HEARTBEAT_INTERVAL
 
     @property
     def is_store_answering(self) -> bool:
