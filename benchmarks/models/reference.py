@@ -39,11 +39,12 @@ def plain_losses(
         for layer in names
     }
     calls: Counter[str] = Counter()
-    microbatch = 0
+    microbatch, is_backward = 0, False
 
     def enter(name: str) -> None:
-        calls[name] += 1
+        calls[name] += not is_backward
         layer = name if calls[name] == 1 else f"{name}@{calls[name]}"
+        calls[name] -= is_backward  # a checkpoint runs the last call again first
         if layer in layers:
             torch.manual_seed(layer_seed(seed, step, microbatch, layer))
             for full_name in layers[layer]:
@@ -62,7 +63,9 @@ def plain_losses(
             torch.manual_seed(layer_seed(seed, step, microbatch, next(iter(layers))))
             output = model(*args, **kwargs)
             loss = own_loss(output) if loss_fn is None else loss_fn(output, target)
+            is_backward = True
             loss.backward(torch.full_like(loss, weight))
+            is_backward = False
             losses.append(loss.detach())
             _restore(model, originals)
     finally:
