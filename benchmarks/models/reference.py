@@ -39,9 +39,13 @@ def plain_losses(
         for layer in names
     }
     calls: Counter[str] = Counter()
+    inside: list[str] = []  # a layer's module may call that of another layer
     microbatch, is_backward = 0, False
 
     def enter(name: str) -> None:
+        inside.append(name)
+        if len(inside) > 1:
+            return
         calls[name] += not is_backward
         layer = name if calls[name] == 1 else f"{name}@{calls[name]}"
         calls[name] -= is_backward  # a checkpoint runs the last call again first
@@ -55,6 +59,9 @@ def plain_losses(
     for name in {layer.partition("@")[0] for layer in layers}:
         module = model.get_submodule(name)
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+        hooks.append(
+            module.register_forward_hook(lambda *_: inside.pop() and None, always_call=True)
+        )
     losses = []
     try:
         for microbatch, ((inputs, target), weight) in enumerate(zip(parts, weights, strict=True)):
@@ -72,12 +79,17 @@ def plain_losses(
         for hook in hooks:
             hook.remove()
         _restore(model, originals)
+    _add_gradients(uses, aliases)
+    return losses
+
+
+def _add_gradients(uses: Mapping[nn.Parameter, list[str]], aliases: Mapping[Any, Tensor]) -> None:
+    """Add the gradients of a weight's uses in the order of layers."""
     for tied, names in uses.items():
         for layer in names:
             gradient = aliases[layer, tied].grad
             if gradient is not None:
                 tied.grad = gradient if tied.grad is None else tied.grad + gradient
-    return losses
 
 
 def loss_weights(

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.recording.parity import MODES, Block, Mode, Model, assert_parity, batch, opened
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from tests.model.recording.parity import MODES, Block, Mode, Model, assert_parity, batch, opened
 
 SPLIT = Mode("zb_h1", "never", "threads")
 

@@ -182,7 +182,10 @@ class TapeWriter:
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         context = Context.current()
         for tensor, name in zip(outputs, names, strict=True):
-            self._track(tensor, name, number)
+            # an argument that a module returns as it was, such as the sizes of packed sequences
+            is_given = isinstance(target, str) and not renamed and id(tensor) in self.tracked
+            if not (is_given and self.tracked[id(tensor)].name in arguments.values):
+                self._track(tensor, name, number)
         operation = Operation(
             target,
             arguments,
@@ -229,6 +232,11 @@ class TapeWriter:
         """Let no cut part two operations."""
         if 0 <= first < last:
             self.inseparable.append((first, last))
+
+    def keep_graph_together(self, tensors: list[Tensor]) -> None:
+        """Let no cut part what the last operation differentiates: a graph ends with its stage."""
+        made_by = [self.tracked[id(each)].made_by for each in tensors if id(each) in self.tracked]
+        self._keep_together(max(min(made_by, default=0), 0), len(self.operations) - 1)
 
     def _check_result(self, name: str, result: Any) -> None:
         for leaf in trees.flatten(result)[0]:
