@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def without_nested(function: Callable[..., Any], x: Tensor) -> Any:
     return function(x.sin())
 
 
+@cache
 def gradients(inside: Callable[..., Any], mode: Mode) -> dict[str, Tensor | None]:
     class Wrapped(Model):
         def block(self) -> nn.Module:

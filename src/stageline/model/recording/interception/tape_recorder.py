@@ -192,7 +192,10 @@ class TapeRecorder(FunctionInterceptor):
             module.__class__, self.module = reporting, ""
         with self.inside():
             self.log.accept(module.modules())
-            self.writer.write_module(name, module, arguments, found)
+            try:
+                self.writer.write_module(name, module, arguments, found)
+            except ModelError as error:  # it returns an object with tensors in it, say
+                raise NotOpaqueError(name, str(error)) from None
         return found.result
 
     def _module_arguments(self, name: str, call: Arguments) -> Template:
