@@ -65,10 +65,17 @@ def _without_cache(
 ) -> dict[str, Any]:
     """Switch a cache off, if the forward has one and the batch does not say.
 
-    A forward that passes any named argument on has one if the model's configuration does.
+    A forward that passes any named argument on has one if a configuration in the model does.
     """
     passes_on = any(each.kind is Parameter.VAR_KEYWORD for each in own.parameters.values())
-    is_configured = passes_on and getattr(getattr(model, "config", None), NO_CACHE, False) is True
-    has_cache = NO_CACHE in own.parameters or is_configured
+    has_cache = NO_CACHE in own.parameters or (passes_on and _is_configured(model))
     is_given = NO_CACHE in {**own.bind(*args, **kwargs).arguments, **kwargs}
     return kwargs | {NO_CACHE: False} if has_cache and not is_given else kwargs
+
+
+def _is_configured(model: nn.Module) -> bool:
+    """Return whether a model of transformers, or the language model inside of it, has a cache."""
+    configurations = (getattr(part, "config", None) for part in model.modules())
+    return hasattr(model, "config") and any(
+        getattr(each, NO_CACHE, False) is True for each in configurations
+    )
