@@ -39,11 +39,16 @@ def plain_losses(
         for layer in names
     }
     calls: Counter[str] = Counter()
-    microbatch = 0
+    inside: list[str] = []  # a layer's module may call that of another layer
+    microbatch, is_backward = 0, False
 
     def enter(name: str) -> None:
-        calls[name] += 1
+        inside.append(name)
+        if len(inside) > 1:
+            return
+        calls[name] += not is_backward
         layer = name if calls[name] == 1 else f"{name}@{calls[name]}"
+        calls[name] -= is_backward  # a checkpoint runs the last call again first
         if layer in layers:
             torch.manual_seed(layer_seed(seed, step, microbatch, layer))
             for full_name in layers[layer]:
@@ -54,6 +59,9 @@ def plain_losses(
     for name in {layer.partition("@")[0] for layer in layers}:
         module = model.get_submodule(name)
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+        hooks.append(
+            module.register_forward_hook(lambda *_: inside.pop() and None, always_call=True)
+        )
     losses = []
     try:
         for microbatch, ((inputs, target), weight) in enumerate(zip(parts, weights, strict=True)):
@@ -62,19 +70,26 @@ def plain_losses(
             torch.manual_seed(layer_seed(seed, step, microbatch, next(iter(layers))))
             output = model(*args, **kwargs)
             loss = own_loss(output) if loss_fn is None else loss_fn(output, target)
+            is_backward = True
             loss.backward(torch.full_like(loss, weight))
+            is_backward = False
             losses.append(loss.detach())
             _restore(model, originals)
     finally:
         for hook in hooks:
             hook.remove()
         _restore(model, originals)
+    _add_gradients(uses, aliases)
+    return losses
+
+
+def _add_gradients(uses: Mapping[nn.Parameter, list[str]], aliases: Mapping[Any, Tensor]) -> None:
+    """Add the gradients of a weight's uses in the order of layers."""
     for tied, names in uses.items():
         for layer in names:
             gradient = aliases[layer, tied].grad
             if gradient is not None:
                 tied.grad = gradient if tied.grad is None else tied.grad + gradient
-    return losses
 
 
 def loss_weights(

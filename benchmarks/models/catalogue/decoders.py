@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.models.case import Maker, language_model, unpadded
+from benchmarks.models.case import Case, Maker, language_model, unpadded
 from benchmarks.models.catalogue.of_transformers import (
     DECODER,
     ENCODER,
@@ -52,6 +52,18 @@ def decoder(model: str, arguments: dict[str, Any] = DECODER, **further: Any) -> 
     return of_transformers(model, language_model, arguments, **further)
 
 
+def checkpointed(make: Maker) -> Maker:
+    """Return what makes the model with its own gradient checkpointing switched on."""
+
+    def made() -> Case:
+        case = make()
+        enable: Any = case.model.gradient_checkpointing_enable
+        enable()
+        return case
+
+    return made
+
+
 CASES = {
     "Llama": decoder("LlamaForCausalLM"),
     "Qwen3": decoder("Qwen3ForCausalLM", tie_word_embeddings=True),
@@ -79,6 +91,12 @@ CASES = {
     "GPT-Neo": decoder("GPTNeoForCausalLM", GPT_NEO),
     "GPT-J": decoder("GPTJForCausalLM", GPT2, rotary_dim=4),
     "CodeGen": decoder("CodeGenForCausalLM", GPT2, rotary_dim=4, n_ctx=64),
+    "Granite MoE": decoder("GraniteMoeForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "GPT-OSS": decoder("GptOssForCausalLM", num_local_experts=4, sliding_window=8, **EXPERTS),
+    "XLNet": decoder(
+        "XLNetLMHeadModel", VOCABULARY | {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48}
+    ),
+    "Llama, checkpointed": checkpointed(decoder("LlamaForCausalLM")),
     "Mamba": of_transformers("MambaForCausalLM", unpadded, MAMBA),
     "Mamba-2": of_transformers(
         "Mamba2ForCausalLM", unpadded, MAMBA, num_heads=4, head_dim=8, n_groups=1, chunk_size=4

@@ -16,6 +16,21 @@ T5 = VOCABULARY | {
     "decoder_start_token_id": 1,
 }
 
+PROPHETNET = VOCABULARY | {
+    "hidden_size": 32,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 1,
+    "ngram": 2,
+    "num_buckets": 8,
+    "relative_max_distance": 16,
+}
+
 
 def encoder_decoder(model: str, arguments: dict[str, Any] = BART, **further: Any) -> Maker:
     return of_transformers(model, sequence_to_sequence, arguments, **further)
@@ -25,6 +40,17 @@ CASES = {
     "T5": encoder_decoder("T5ForConditionalGeneration", T5),
     "mT5": encoder_decoder("MT5ForConditionalGeneration", T5),
     "LongT5": encoder_decoder("LongT5ForConditionalGeneration", T5, local_radius=3),
+    "Switch": encoder_decoder(
+        "SwitchTransformersForConditionalGeneration",
+        T5,
+        num_experts=4,
+        expert_capacity=8,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_decoder_layers=2,
+        router_jitter_noise=0.0,
+    ),
+    "ProphetNet": encoder_decoder("ProphetNetForConditionalGeneration", PROPHETNET),
     "BART": encoder_decoder("BartForConditionalGeneration"),
     "Marian": encoder_decoder("MarianMTModel", decoder_vocab_size=64),
     "Pegasus": encoder_decoder("PegasusForConditionalGeneration"),

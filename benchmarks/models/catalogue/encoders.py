@@ -14,6 +14,7 @@ DISTILBERT = VOCABULARY | {
     "n_heads": 4,
     "max_position_embeddings": 64,
 }
+XLM = VOCABULARY | {"emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64}
 
 
 def encoder(model: str, arguments: dict[str, Any] = ENCODER, **further: Any) -> Maker:
@@ -28,6 +29,8 @@ CASES = {
     "ALBERT": encoder("AlbertForMaskedLM", embedding_size=16),
     "ELECTRA": encoder("ElectraForMaskedLM", embedding_size=16),
     "DeBERTa-v2": encoder("DebertaV2ForMaskedLM"),
+    "XLM": encoder("XLMWithLMHeadModel", XLM),
+    "Longformer": encoder("LongformerForMaskedLM", attention_window=4),
     "ModernBERT": encoder(
         "ModernBertForMaskedLM", local_attention=8, cls_token_id=1, sep_token_id=2
     ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from benchmarks.models.case import Batch, Case, noise, tokens
-from benchmarks.models.catalogue.losses import token_loss
+from benchmarks.models.case import Batch, Case, classes, noise, tokens
+from benchmarks.models.catalogue.losses import cross_entropy, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody does
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class LstmLanguageModel(nn.Module):
@@ -94,6 +95,52 @@ class MixtureOfExperts(nn.Module):
         return token_loss(self.head(x), labels) + 0.01 * balance
 
 
+class PackedSequences(nn.Module):
+    """An LSTM over sequences of several lengths, packed."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True, dropout=0.1)
+        self.hidden, self.head = nn.Linear(width, width), nn.Linear(width, 5)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.embed(ids)
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        x, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        x = torch.tanh(self.hidden(x.sum(dim=1)))
+        for block in self.blocks:
+            x = x + F.relu(block(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class NotesInAttributes(nn.Module):
+    """Keeps what blocks return in a list of its own, and a penalty, before it uses both."""
+
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 32, dropout=0.1, batch_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 64)
+        self.features: list[Tensor] = []
+        self.penalty: Tensor | float = 0.0
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        self.features.clear()
+        self.penalty = 0.0
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            self.features.append(x)
+            self.penalty = self.penalty + x.square().mean()
+        logits = self.head(torch.stack(self.features).mean(dim=0))
+        return logits, token_loss(logits, labels) + 0.01 * self.penalty
+
+
 def _tokens(num_samples: int, size: int) -> Batch:
     ids = tokens(num_samples, 9 + 3 * size)
     return ids, ids.roll(-1, 1)
@@ -102,6 +149,11 @@ def _tokens(num_samples: int, size: int) -> Batch:
 def _labelled(num_samples: int, size: int) -> Batch:
     ids, labels = _tokens(num_samples, size)
     return {"ids": ids, "labels": labels}, None
+
+
+def _lengths(num_samples: int, size: int) -> Batch:
+    ids, number = tokens(num_samples, 9 + 3 * size), tokens(num_samples, 1)[:, 0]
+    return {"ids": ids, "lengths": number % (8 + 3 * size) + 2}, classes(num_samples)
 
 
 def _masked(num_samples: int, size: int) -> Batch:
@@ -130,5 +182,7 @@ CASES = {
     "LSTM language model": lambda: Case(LstmLanguageModel(), _tokens, token_loss),
     "masks and branches": lambda: Case(MasksAndBranches(), _masked, _loss_of_both),
     "shared block": lambda: Case(SharedBlock(), _tokens, token_loss),
+    "packed sequences": lambda: Case(PackedSequences(), _lengths, cross_entropy),
+    "notes in attributes": lambda: Case(NotesInAttributes(), _labelled),
     "hard mixture of experts": lambda: Case(MixtureOfExperts(), _labelled),
 }

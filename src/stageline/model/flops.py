@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ def _run(layer: Layer, given: list[Any]) -> tuple[Any, int]:
     tensors = _meta(dict(named_places(layer.module)))
     modules = layer.module.modules()
     with (
+        warnings.catch_warnings(action="ignore"),  # of gradients that a checkpoint misses
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),  # what is made without a device is not on meta
         preserved_attributes(modules),

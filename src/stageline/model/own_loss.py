@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -13,7 +13,9 @@ NAME = "loss"
 
 
 def own_loss(output: Any, _: object = None) -> Tensor:
-    """Return the loss in a model's output: the output itself, its `loss`, or the first of a tuple.
+    """Return the loss in a model's output: the output itself, its `loss`, or that of a tuple.
+
+    In a tuple it is the first item, or the only one that is a single number.
 
     >>> import torch
     >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)})
@@ -22,15 +24,20 @@ def own_loss(output: Any, _: object = None) -> Tensor:
     if isinstance(output, Mapping):
         found = output.get(NAME)
     elif isinstance(output, tuple | list) and not hasattr(output, NAME):
-        found = output[0] if output else None
+        numbers = [item for item in output if _is_number(item)]
+        found = numbers[0] if numbers and (numbers[0] is output[0] or len(numbers) == 1) else None
     else:
         found = getattr(output, NAME, output)
-    if isinstance(found, Tensor) and found.numel() == 1:
+    if _is_number(found):
         return found
     raise ModelError(
         f"the model returns {_described(output)}, in which there is no loss, and there is no "
         "loss_fn: give labels in the batch, so that the model computes its loss, or give a loss_fn"
     )
+
+
+def _is_number(item: Any) -> TypeGuard[Tensor]:
+    return isinstance(item, Tensor) and item.numel() == 1
 
 
 def _described(output: Any) -> str:

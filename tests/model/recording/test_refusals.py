@@ -125,7 +125,7 @@ def test_an_object_with_tensors_in_it_is_refused() -> None:
             return self.second(self.unpack(Box(self.first(x))))
 
     with pytest.raises(ModelError, match=f"{HERE}:[0-9]+: unpack is called with a Box, in which t"):
-        record(Boxes())
+        record_model(Boxes(), torch.randn(2, 4), {}, opaque=["unpack"])
 
 
 def test_a_branch_on_what_layers_compute_is_refused_if_it_goes_another_way() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.recording.parity import WIDTH, Block, Model, batch, opened
+from tests.model.recording.parity import WIDTH, Block, Model, assert_parity, batch, opened
 from torch import Tensor, nn
 
 from stageline.errors import ModelError, StageError
+from stageline.model.recording.recorded_model import record_model
 
 LINE = r"test_refused_code\.py:\d+: "
 
@@ -118,17 +119,28 @@ CASES = {
     sets_data: LINE + r"the forward sets \.data of a tensor.*after the optimizer's step",
     changes_constant: LINE + "the forward changes a tensor.*register it with register_buffer",
     backward_inside: LINE + r"the forward calls backward\(\) outside of its layers.*opaque=",
-    sets_attribute: LINE
-    + "'blocks.0.skip' is set to a tensor before 'blocks.0' is.*as an argument",
     default_dtype: LINE + r"the forward sets the default dtype to torch.float64.*give dtype=",
     nested_tensor: LINE + r"to_padded_tensor is called with a float32\[nested\] tensor.*opaque=",
     makes_parameter: LINE + ".*a module or parameter that the forward has made.*in __init__",
+}
+IN_ONE_PIECE = {
+    sets_attribute: LINE
+    + "'blocks.0.skip' is set to a tensor before 'blocks.0' is.*as an argument",
     closure: LINE
     + r"blocks.0 is called with a function that holds a tensor of shape \(\).*opaque=",
     module_as_argument: LINE + "blocks.0 is called with a Linear, whose weights.*own layer",
     uses_cache: LINE + "blocks.0 returns a Cache, in which tensors cannot be followed.*use_cache=",
 }
 BLOCKS = {closure: TakesFunction, module_as_argument: TakesFunction, uses_cache: ReturnsCache}
+
+
+@pytest.mark.parametrize("apply", IN_ONE_PIECE, ids=lambda apply: apply.__name__)
+def test_it_is_refused_only_if_a_block_has_to_stay_in_one_piece(apply: Any) -> None:
+    made = BLOCKS.get(apply, Block)
+    kind = type("Opened", (Model,), {"apply_block": apply, "block": lambda _: made()})
+    with pytest.raises(ModelError, match=IN_ONE_PIECE[apply]):
+        record_model(kind(), batch()[0], {}, opaque=["blocks.0"])
+    assert len(assert_parity(kind)) >= 5
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype:UserWarning")  # of nested tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,7 @@ def call_arguments(model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> A
     candidates = list(_candidates(own, inputs, named))
     for args, kwargs in candidates:
         if _fits(own, args, kwargs):
-            return args, _without_cache(own, args, kwargs)
+            return args, _without_cache(model, own, args, kwargs)
     args, kwargs = candidates[0]
     try:
         own.bind(*args, **kwargs)
@@ -60,7 +60,22 @@ def _fits(own: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return True
 
 
-def _without_cache(own: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Switch a cache off, if the forward has one and the batch does not say."""
-    is_open = NO_CACHE in own.parameters and NO_CACHE not in own.bind(*args, **kwargs).arguments
-    return kwargs | {NO_CACHE: False} if is_open else kwargs
+def _without_cache(
+    model: nn.Module, own: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Switch a cache off, if the forward has one and the batch does not say.
+
+    A forward that passes any named argument on has one if a configuration in the model does.
+    """
+    passes_on = any(each.kind is Parameter.VAR_KEYWORD for each in own.parameters.values())
+    has_cache = NO_CACHE in own.parameters or (passes_on and _is_configured(model))
+    is_given = NO_CACHE in {**own.bind(*args, **kwargs).arguments, **kwargs}
+    return kwargs | {NO_CACHE: False} if has_cache and not is_given else kwargs
+
+
+def _is_configured(model: nn.Module) -> bool:
+    """Return whether a model of transformers, or the language model inside of it, has a cache."""
+    configurations = (getattr(part, "config", None) for part in model.modules())
+    return hasattr(model, "config") and any(
+        getattr(each, NO_CACHE, False) is True for each in configurations
+    )

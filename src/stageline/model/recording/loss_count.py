@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stageline.model.recording.interception.tape_recorder import LOSSES
 from stageline.model.recording.segments import CutTape
 from stageline.model.recording.tape import Operation, ValueRef
 
 MEAN, SUM = "mean", "sum"
-FUNCTIONS: tuple[Callable[..., Any], ...] = (functional.cross_entropy, functional.nll_loss)
+FUNCTIONS = LOSSES
 MODULES = {nn.CrossEntropyLoss: functional.cross_entropy, nn.NLLLoss: functional.nll_loss}
 
 

@@ -207,6 +207,14 @@ def _is_same(before: Any, now: Any) -> bool:
     return same_keys and all(map(_is_same, before.items, items))
 
 
+def unfrozen(frozen: Any) -> Any:
+    """Return a value with the items that it had, in other containers than its own."""
+    if not isinstance(frozen, Frozen):
+        return frozen
+    items = [unfrozen(each) for each in frozen.items]
+    return dict(zip(frozen.keys, items, strict=True)) if frozen.keys else items
+
+
 def _restored(frozen: Any) -> Any:
     if not isinstance(frozen, Frozen):
         return frozen

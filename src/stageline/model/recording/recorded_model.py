@@ -18,6 +18,7 @@ from stageline.model import trees
 from stageline.model.layers import Layer, LayerSequence, ValueSize
 from stageline.model.recording.call_arguments import call_arguments
 from stageline.model.recording.choose_opaque import bypassed, choose_opaque, openable
+from stageline.model.recording.interception.constants import NotOpaqueError
 from stageline.model.recording.interception.read_attributes import plain_attributes
 from stageline.model.recording.loss_count import LossCount, find_loss_count, without_targets
 from stageline.model.recording.recorded_layer import (
@@ -169,11 +170,12 @@ def record_model(
     min_layers: int = 1,
 ) -> RecordedModel:
     """Record a model; open its largest modules until it has enough layers, if that can be had."""
-    recorded = RecordedModel(model, inputs, named, opaque)
     opened: set[str] = set()
+    recorded = _opened_as_needed(model, inputs, named, opaque, opened)
     while unused := bypassed(recorded.opaque, recorded.tapes[0].tape) - set(opaque):
         opened |= unused
         recorded = RecordedModel(model, inputs, named, opaque, opened)
+    recorded = _with_loss_in_view(recorded, opaque, opened, (inputs, named))
     while (missing := min_layers - len(recorded.layers)) > 0:
         called = [n for n in recorded.with_parameters if openable(n, recorded.opaque[n], opaque)]
         if not called:
@@ -185,6 +187,38 @@ def record_model(
         except ModelError:
             break  # what is inside cannot be recorded
     return recorded
+
+
+def _opened_as_needed(
+    model: nn.Module,
+    inputs: Any,
+    named: Mapping[str, Any],
+    opaque: Collection[str],
+    opened: set[str],
+) -> RecordedModel:
+    """Record a model; open modules that are called with what cannot be followed into them."""
+    while True:
+        try:
+            return RecordedModel(model, inputs, named, opaque, opened)
+        except NotOpaqueError as error:
+            if error.name in opaque or error.name in opened:
+                raise
+            opened.add(error.name)
+
+
+def _with_loss_in_view(
+    recorded: RecordedModel, opaque: Collection[str], opened: set[str], batch: tuple[Any, Any]
+) -> RecordedModel:
+    """Open the module that has the only cross-entropy in it, to see which targets it counts."""
+    hidden = recorded.tapes[0].tape.hidden_losses
+    if recorded.counts[0] is not None or len(hidden) != 1 or hidden[0] in opaque:
+        return recorded
+    try:
+        found = RecordedModel(recorded.model, *batch, opaque, opened | set(hidden))
+    except ModelError:
+        return recorded  # what is inside cannot be recorded
+    opened |= set(hidden)
+    return found
 
 
 def _no_state(name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.model import trees
 from stageline.model.recording.interception.constants import OWN_MODULE
 from stageline.model.recording.interception.tape_recorder import (
     HowToRecord,
@@ -17,7 +18,13 @@ from stageline.model.recording.interception.tape_recorder import (
     NeedsValuesError,
     TapeRecorder,
 )
-from stageline.model.recording.preserved import AttributeLog, preserved_values
+from stageline.model.recording.preserved import (
+    AttributeLog,
+    Change,
+    preserved_values,
+    raise_changed,
+)
+from stageline.model.recording.scratch_attributes import are_scratch, leave_not_kept
 from stageline.model.recording.tape import Arguments, Operation, Tape
 from stageline.model.recording.tape_writer import InputChangedError
 from stageline.torch_private import has_backward_hooks
@@ -40,12 +47,14 @@ def record(
     log, how = AttributeLog(model), HowToRecord()
     kept: set[str] = set()
     first: Tape | None = None
+    last: tuple[Tape, list[Change]] | None = None  # an attempt that has set attributes
     try:
         while True:
             recorder = TapeRecorder(model, opaque, inputs, how, log)
             tape = _attempt(recorder, model, arguments, how)
             changes = [] if tape is None else log.changes()
             if tape is not None and not changes:
+                _check_kept(last[1] if last else [], log)
                 log.restore()
                 first = first or tape
                 _check_chance(first, tape)
@@ -53,8 +62,14 @@ def record(
                     return first
                 how.seed += 1
                 continue
+            if tape and last and not _chances(tape) and are_scratch(last, (tape, changes)):
+                names = [log.full_name(change) for change in changes]
+                log.restore_original()
+                leave_not_kept(changes, names)
+                return tape
             if recorder.may_keep(changes, kept):
                 kept |= {log.full_name(change) for change in changes}
+                last = None if tape is None else (tape, changes)
                 log.restore(keep=changes)
             else:  # its layers have made it, of zeros
                 how.real = True
@@ -103,6 +118,13 @@ def _attempt(
             raise
         how.real = True
     return None
+
+
+def _check_kept(changes: list[Change], log: AttributeLog) -> None:
+    """Raise if an attribute that the forward has set once would keep the graph of the recording."""
+    for change in changes:
+        if any(tensor.requires_grad for tensor in trees.tensors(change.value)):
+            raise_changed(log.full_name(change))
 
 
 def _chances(tape: Tape) -> list[Operation]:

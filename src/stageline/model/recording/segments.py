@@ -3,8 +3,9 @@
     glue  embed  glue │ layers.0  glue │ layers.1  glue  norm  glue │ …
 
 Between two such calls the cut is where the fewest bytes pass, behind the last function that draws
-random numbers: these belong to the call before them. What depends on the batch alone (masks,
-positions, shifted labels) is in no segment: it is computed when the batch arrives, on every rank.
+random numbers or uses weights of the module that was called: these belong to the call before them.
+What depends on the batch alone (masks, positions, shifted labels) is in no segment: it is computed
+when the batch arrives, on every rank.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def _cuts(
         name = operations[second].call
         if like is not None and name not in expected:
             continue
-        drawn = [i + 1 for i in range(first, second) if operations[i].is_random]
-        allowed = [at for at in range(max(first + 1, *drawn, 0), second + 1) if at not in joined]
+        bound = [i + 1 for i in range(first, second) if _stays(operations[i], operations[first])]
+        allowed = [at for at in range(max(first + 1, *bound, 0), second + 1) if at not in joined]
 
         def rank(at: int, name: str = name) -> tuple[int, int, int]:
             extra = live[at].keys() - expected[name] if like is not None else set()
@@ -115,6 +116,13 @@ def _cuts(
         if allowed:
             found.append(min(allowed, key=rank))
     return found
+
+
+def _stays(function: Operation, call: Operation) -> bool:
+    """Return whether a function belongs to the call before it: it draws, or uses its weights."""
+    return function.is_random or any(
+        name.startswith(f"{call.module}.") for name in function.arguments.state
+    )
 
 
 def _values_before(cut: CutTape) -> dict[str, set[str]]:

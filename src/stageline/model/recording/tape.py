@@ -236,3 +236,4 @@ class Tape:
     # First and last operations that must not be parted: the last changes, in place, memory that a
     # value of the first shares.
     inseparable: tuple[tuple[int, int], ...]
+    hidden_losses: tuple[str, ...] = ()  # opaque modules in which a cross-entropy is called

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from stageline.model.recording.interception.fresh_tensors import FreshTensors
 from stageline.model.recording.interception.functions import function_name, may_hold_tensors
 from stageline.model.recording.interception.operator_watch import OperatorWatch
 from stageline.model.recording.interception.state import state_names, without_meta
+from stageline.model.recording.interception.tracked_tensors import TakenOut, TrackedTensor
 from stageline.model.recording.interception.value_marks import ValueMarks
 from stageline.model.recording.preserved import raise_created
 from stageline.model.recording.stand_in import ModuleCall, zeros_like
@@ -25,7 +26,6 @@ from stageline.model.recording.tape import (
     Arguments,
     Context,
     DeviceRef,
-    InnerOutput,
     Operation,
     Renaming,
     StateRef,
@@ -43,23 +43,6 @@ class InputChangedError(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
-
-
-class TrackedTensor(NamedTuple):
-    """A tensor with its name on the tape. It is kept, so that no other gets its identity."""
-
-    tensor: Tensor
-    name: str
-    made_by: int  # the number of the operation; -1 for a tensor of the batch
-
-
-class TakenOut(NamedTuple):
-    """A tensor inside an opaque module, which a hook may take out of it."""
-
-    tensor: Tensor
-    stands_for: Tensor | None  # an argument or a tensor of the result; None for an inner one
-    place: InnerOutput | None
-    made_by: int
 
 
 class TapeWriter:
@@ -140,8 +123,8 @@ class TapeWriter:
 
     def write_effect(self, func: Callable[..., Any], call: Arguments) -> None:
         """Write a call for what it does to tensors or their gradients, beside their values."""
-        arguments = self.template(call, f"{function_name(func)} is called with")
         number = len(self.operations)
+        arguments = self.template(call, f"{function_name(func)} is called with")
         self._write(func, arguments, [], [], [], [], False)
         for tensor in trees.tensors(call):
             if id(tensor) in self.tracked:
@@ -179,10 +162,12 @@ class TapeWriter:
         renamed = self._rename_changed(changed, number, marks)
         for marked in marks:
             marked.update(names)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        context = Context.current()
+        outputs, context = [leaf for leaf in leaves if isinstance(leaf, Tensor)], Context.current()
         for tensor, name in zip(outputs, names, strict=True):
-            self._track(tensor, name, number)
+            # an argument that a module returns as it was, such as the sizes of packed sequences
+            is_given = isinstance(target, str) and not renamed and id(tensor) in self.tracked
+            if not (is_given and self.tracked[id(tensor)].name in arguments.values):
+                self._track(tensor, name, number)
         operation = Operation(
             target,
             arguments,
@@ -230,6 +215,11 @@ class TapeWriter:
         if 0 <= first < last:
             self.inseparable.append((first, last))
 
+    def keep_graph_together(self, tensors: list[Tensor]) -> None:
+        """Let no cut part what the last operation differentiates: a graph ends with its stage."""
+        made_by = (self.tracked[id(each)].made_by for each in tensors if id(each) in self.tracked)
+        self._keep_together(max(min(made_by, default=0), 0), len(self.operations) - 1)
+
     def _check_result(self, name: str, result: Any) -> None:
         for leaf in trees.flatten(result)[0]:
             if not isinstance(leaf, Tensor):
@@ -267,8 +257,7 @@ class TapeWriter:
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Return whether a tensor was there before, and is not one of the model's."""
-        is_followed = id(tensor) in self.tracked or id(tensor) in self.state
-        return not is_followed and tensor not in self.fresh
+        return not (id(tensor) in self.tracked or id(tensor) in self.state or tensor in self.fresh)
 
     def can_follow(self, call: Arguments) -> bool:
         """Return whether all tensors of a call are known."""

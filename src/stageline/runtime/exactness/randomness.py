@@ -8,15 +8,16 @@ generator of the layer's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stageline.runtime.exactness.recomputed_draws import keep_for_recomputation
 from stageline.torch_private import (
     DataDependentOutputException,
     DropoutBase,
@@ -99,12 +100,14 @@ class DeterministicLayers:
 class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Within it, all random operators draw from a generator that is seeded by a layer's key.
 
-    State: a generator for each device that was drawn on, and whether any was.
+    State: a generator for each device that was drawn on, and whether any was. If states of
+    generators are given, each operator draws from the next of them.
     """
 
-    def __init__(self, key: RandomKey) -> None:
+    def __init__(self, key: RandomKey, states: Sequence[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.key, self.drew = key, False
+        self.states = iter(states)
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(
@@ -118,6 +121,7 @@ class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if not _is_random_operator(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
         generator = self._generator(_device(args, kwargs))
+        keep_for_recomputation(generator, partial(LayerRandomness, self.key))
         if takes_generator(func):
             self.drew = True
             return func(*args, **kwargs | {"generator": generator})
@@ -135,10 +139,12 @@ class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(layer_seed(*self.key))
+        if (state := next(self.states, None)) is not None:
+            self.generators[device].set_state(state)
         return self.generators[device]
 
 
-def _is_same_state(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _is_same_state(before: torch.Tensor, after: Tensor) -> bool:
     """Return whether a generator has drawn nothing; within a mode of fake tensors nobody knows."""
     try:
         return torch.equal(before, after)
@@ -152,7 +158,7 @@ def _is_random_operator(func: Any) -> bool:
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+    tensors = (arg for arg in args if isinstance(arg, Tensor))
     found = next(tensors, None)
     return found.device if found is not None else torch.device(kwargs.get("device") or "cpu")
 

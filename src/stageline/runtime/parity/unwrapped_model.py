@@ -51,19 +51,26 @@ def run_unwrapped(
 def _entered(model: nn.Module, names: Sequence[str], begin: Enter) -> Iterator[None]:
     """Call `begin` where the model calls the module that a layer is named after."""
     calls: Counter[str] = Counter()
+    inside: list[str] = []  # a layer's module may call that of another layer
     numbers = {name: number for number, name in enumerate(names)}
 
     def hook(name: str) -> Callable[..., None]:
         def count(*_: Any) -> None:
-            calls[name] += 1
+            calls[name] += not inside
             call = name if calls[name] == 1 else f"{name}@{calls[name]}"
-            if call in numbers:
+            if call in numbers and not inside:
                 begin(numbers[call])
+            inside.append(name)
 
         return count
 
-    modules = sorted({name.partition("@")[0] for name in names} - {START})
-    handles = [model.get_submodule(m).register_forward_pre_hook(hook(m)) for m in modules]
+    handles = []
+    for name in sorted({name.partition("@")[0] for name in names} - {START}):
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(hook(name)))
+        handles.append(
+            module.register_forward_hook(lambda *_: inside.pop() and None, always_call=True)
+        )
     try:
         yield
     finally:

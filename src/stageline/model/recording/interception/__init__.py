@@ -8,5 +8,6 @@ operator_recorder  operators below functions that torch.func transforms
 operator_watch     random numbers, and shapes that follow from data
 read_attributes    numbers of a model that its code may go by
 state              names of parameters and buffers
+tracked_tensors    tensors with their names on the tape
 value_marks        values that depend on layers, on chance, or on data in their shapes
 """

@@ -25,6 +25,14 @@ SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor's 
 RUNS_BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
+class NotOpaqueError(ModelError):
+    """A module is called with what cannot be followed into it, so its own code is recorded."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
 def constant(leaf: Any, what: str, is_constant: Callable[[Tensor], bool]) -> Any:
     """Return an argument that is no tensor as it stands on a tape; `what` begins a refusal."""
     if leaf is None or isinstance(leaf, trees.PLAIN):

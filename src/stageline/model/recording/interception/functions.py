@@ -52,6 +52,21 @@ def is_shown(func: Callable[..., Any], call: Arguments) -> bool:
     return tensor.dim() == 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
+def is_packing(func: Callable[..., Any]) -> bool:
+    """Return whether a function packs sequences: data of layers, and sizes of lengths alone."""
+    return function_name(func) == "pack_padded_sequence"
+
+
+def packed_batch_sizes(lengths: Tensor) -> Tensor:
+    """Return how many sequences have each step; lengths are sorted, the longest first.
+
+    >>> packed_batch_sizes(torch.tensor([3, 1]))
+    tensor([2, 1, 1])
+    """
+    steps = torch.arange(int(lengths[0]), device=lengths.device)
+    return (steps[:, None] < lengths).sum(dim=1)
+
+
 def register_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Register a hook as a model has done, if there will be a gradient this time."""
     if tensor.requires_grad:

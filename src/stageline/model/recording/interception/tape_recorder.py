@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import CheckpointFunction
 
 from stageline.errors import ModelError
@@ -20,6 +21,7 @@ from stageline.model import trees
 from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.model.recording.interception.constants import (
     OWN_MODULE,
+    NotOpaqueError,
     is_array,
     refuse_call,
     storages,
@@ -27,8 +29,10 @@ from stageline.model.recording.interception.constants import (
 from stageline.model.recording.interception.functions import (
     function_name,
     is_in_place,
+    is_packing,
     is_shown,
     may_hold_tensors,
+    packed_batch_sizes,
     register_gradient_hook,
     works_on_meta,
 )
@@ -43,10 +47,11 @@ from stageline.model.recording.preserved import (
     raise_created,
 )
 from stageline.model.recording.stand_in import stand_in
-from stageline.model.recording.tape import Arguments, Tape
+from stageline.model.recording.tape import Arguments, Tape, Template
 from stageline.model.recording.tape_writer import TapeWriter
 from stageline.torch_private import is_inside_transform, version_of
 
+LOSSES: tuple[Callable[..., Any], ...] = (functional.cross_entropy, functional.nll_loss)
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 
 
@@ -87,6 +92,8 @@ class TapeRecorder(FunctionInterceptor):
         self.opaque, self.how, self.log = opaque, how, log
         self.thread = get_ident()
         self.is_inside = False  # an opaque module, or our own code
+        self.module = ""  # the opaque module that runs
+        self.hidden_losses: list[str] = []  # modules with a cross-entropy in them
         self.dtype = torch.get_default_dtype()
         with torch.inference_mode(mode=False), torch.enable_grad():
             self.given = {id(tensor): (name, _own_copy(tensor)) for name, tensor in inputs.items()}
@@ -111,7 +118,7 @@ class TapeRecorder(FunctionInterceptor):
             name = self.log.full_name(change)
             if change.key in CREATED:
                 raise_created(f"{name} is", "the forward")
-            if name in kept or any(t.requires_grad for t in trees.tensors(change.value)):
+            if name in kept:
                 raise_changed(name)
         tensors = [t for change in changes for t in trees.tensors(change.value)]
         return self.how.real or not any(map(self.writer.is_of_layers, tensors))
@@ -168,11 +175,13 @@ class TapeRecorder(FunctionInterceptor):
         self._check_attributes(name, module)
         is_real = self.how.real or kind in self.how.need_values
         reporting, module.__class__ = type(module), kind
+        self.module = name if not kind.__module__.startswith("torch.nn.") else ""
         try:
             with self.inside(), preserved_foreign_random():
                 call = self.writer.bring_in(call)
-                arguments = self.writer.template(call, f"{name} is called with")
+                arguments = self._module_arguments(name, call)
                 found = stand_in(module, *call, real=is_real)
+                self._module_arguments(name, call)  # a module may fill an object, such as a cache
         except ModelError:
             raise
         except Exception as error:
@@ -180,25 +189,37 @@ class TapeRecorder(FunctionInterceptor):
                 raise
             raise ModuleNeedsValuesError(kind) from error
         finally:
-            module.__class__ = reporting
+            module.__class__, self.module = reporting, ""
         with self.inside():
             self.log.accept(module.modules())
-            self.writer.write_module(name, module, arguments, found)
+            try:
+                self.writer.write_module(name, module, arguments, found)
+            except ModelError as error:  # it returns an object with tensors in it, say
+                raise NotOpaqueError(name, str(error)) from None
         return found.result
+
+    def _module_arguments(self, name: str, call: Arguments) -> Template:
+        try:
+            return self.writer.template(call, f"{name} is called with")
+        except ModelError as error:
+            raise NotOpaqueError(name, str(error)) from None
 
     def _check_attributes(self, name: str, module: nn.Module) -> None:
         """Raise if a tensor comes into a module by an attribute."""
         for change in self.log.note(module.modules()):
             if any(map(self.writer.is_of_forward, trees.tensors(change.value))):
-                raise ModelError(
+                raise NotOpaqueError(
+                    name,
                     f"{self.writer.line}: {self.log.full_name(change)!r} is set to a tensor before "
                     f"{name!r} is called, which would happen in the recording only: give it as an "
-                    "argument"
+                    "argument",
                 )
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of torch, and record it if it makes, changes or looks into tensors."""
         if self.is_inside:
+            if self.module and func in LOSSES:
+                self.hidden_losses.append(self.module)
             return func(*args, **kwargs)
         if is_inside_transform():
             return self.operators.call(func, args, kwargs)
@@ -224,11 +245,22 @@ class TapeRecorder(FunctionInterceptor):
             if changed or (may_hold_tensors(result) and trees.tensors(result)):
                 self._check_dtype()
                 writer.write_function(func, call, result, changed, watch)
-                if is_array(args):  # whose memory the result may be in
-                    writer.constants |= storages(trees.tensors(result))
+                self._record_more(func, call, result, watch)
             elif given:
                 self._record_other(func, call, result)
         return result
+
+    def _record_more(
+        self, func: Callable[..., Any], call: Arguments, result: Any, watch: OperatorWatch
+    ) -> None:
+        """Record what has to be known of some functions beside their call."""
+        if is_packing(func):
+            lengths: Arguments = ((call[0][1],), {})
+            self.writer.write_function(packed_batch_sizes, lengths, result[1], [], watch)
+        elif func is torch.autograd.grad:
+            self.writer.keep_graph_together(trees.tensors(call))
+        if is_array(call[0]):  # whose memory the result may be in
+            self.writer.constants |= storages(trees.tensors(result))
 
     def _record_other(self, func: Callable[..., Any], call: Arguments, result: Any) -> None:
         """Record a function that neither makes nor changes tensors."""
@@ -289,7 +321,8 @@ class TapeRecorder(FunctionInterceptor):
 
     def tape(self, output: Any) -> Tape:
         """Return the tape of a forward that is over."""
-        return self.writer.tape(self.writer.bring_in(output))
+        tape = self.writer.tape(self.writer.bring_in(output))
+        return replace(tape, hidden_losses=tuple(self.hidden_losses))
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
