@@ -43,7 +43,7 @@ def epoch(num_images: int, size: int, draws: Generator) -> Iterator[Tensor]:
     """
     passes = -(-size // num_images)
     order = torch.cat([torch.randperm(num_images, generator=draws) for _ in range(passes)])
-    yield from order[: len(order) // size * size].split(size)
+    yield from order[: len(order) // size * size].view(-1, size)
 
 
 def flip(pixels: Tensor, draws: Generator) -> Tensor:
@@ -73,7 +73,7 @@ def subset(images: Images, share: float, seed: int) -> Images:
     """Return a share of the images of each class, at least one of each."""
     draws = torch.Generator().manual_seed(seed)
     chosen = []
-    for label in images.labels.unique():
+    for label in sorted(set(images.labels.tolist())):
         of_class = (images.labels == label).nonzero().flatten()
         order = torch.randperm(len(of_class), generator=draws)
         chosen.append(of_class[order[: max(1, round(share * len(of_class)))]])

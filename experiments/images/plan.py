@@ -51,8 +51,9 @@ class Scale:
 
     def parity(self) -> list[Training]:
         """Return the runs that are compared on one and on four partitions."""
-        _, *size = self.main
-        return [Training(self.task, cells, *size, self.parity_recipe) for cells in "BD"]
+        _, num_layers, num_filters = self.main
+        sizes: list[Size] = [(cells, num_layers, num_filters) for cells in "BD"]
+        return [_training(self.task, size, self.parity_recipe, 0) for size in sizes]
 
 
 def _training(task: str, size: Size, recipe: Recipe, seed: int) -> Training:
@@ -81,9 +82,9 @@ QUICK = replace(
     main=("B", 3, 8),
     capacities=(("B", 3, 8), ("D", 3, 8)),
     num_seeds=2,
-    recipe=Recipe(steps=3, batch_size=16),
+    recipe=Recipe(steps=3, batch_size=8),
     shares=(0.01, 1.0),
     num_transfer_runs=2,
-    transfer_recipe=Recipe(steps=2, batch_size=16),
-    parity_recipe=Recipe(steps=2, batch_size=16),
+    transfer_recipe=Recipe(steps=1, batch_size=8),
+    parity_recipe=Recipe(steps=2, batch_size=8),
 )

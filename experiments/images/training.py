@@ -21,7 +21,7 @@ CELLS = {"B": amoebanet.B, "D": amoebanet.D}
 HEADS = ("head.", "auxiliary.")  # what a new task does not take over
 NUM_PARTITIONS = 4
 WEIGHTS = "weights.safetensors"
-SAVE_EVERY = 25  # steps: a kill costs at most about five seconds
+MAX_UNSAVED = 25  # steps: a kill costs at most about five seconds
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,16 @@ def fit(run: Training, pipe: sl.Pipeline, folder: Path) -> None:
     flips = TASKS[run.task].is_symmetric
     loader = Batches(images, run.recipe.batch_size, flips, run.recipe.cutout)
     optimizer, scheduler = run.recipe.optimizer(pipe.parameters())
+    interval = max(1, min(MAX_UNSAVED, run.recipe.steps // 2))
     sl.fit(
         pipe,
         loader,
         optimizer,
         steps=run.recipe.steps,
         folder=folder,
-        save_every=SAVE_EVERY,
+        save_every=interval,
         keep=1,
-        report_every=SAVE_EVERY,
+        report_every=interval,
         scheduler=scheduler,
     )
 
@@ -140,8 +141,8 @@ def accuracy(pipe: sl.Pipeline, images: Images, size: int = 500) -> float:
     pipe.eval()
     correct = 0
     with torch.no_grad():
-        pairs = zip(images.pixels.split(size), images.labels.split(size), strict=True)
-        for pixels, labels in pairs:
+        for chosen in torch.arange(len(images.labels)).chunk(-(-len(images.labels) // size)):
+            pixels, labels = images.at(chosen)
             logits, _ = pipe(pixels)
             correct += int((logits.argmax(dim=1) == labels).sum())
     pipe.train()

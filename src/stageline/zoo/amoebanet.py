@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from stageline.model.layers import Layer, LayerSequence
 
-Operation = Literal[
-    *("none", "1x1", "3x3", "1x7 7x1", "max 2x2", "max 3x3", "avg 3x3"),
-    *("separable 3x3", "dilated 5x5"),
-]
+Pooling = Literal["max 2x2", "max 3x3", "avg 3x3"]
+Convolution = Literal["1x1", "3x3", "1x7 7x1", "separable 3x3", "dilated 5x5"]
+Operation = Literal["none"] | Convolution | Pooling
 Stem = Literal["imagenet", "small"]
 
 
@@ -206,8 +205,12 @@ def _cells(
 class HeadWithAuxiliary(nn.Sequential):
     """A classifier that returns the logits of the auxiliary head beside its own."""
 
-    def forward(self, x: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), auxiliary
+    def forward(  # type: ignore[override]  # it reads two values
+        self, x: Tensor, auxiliary: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        for module in self:
+            x = module(x)
+        return x, auxiliary
 
 
 class AuxiliaryHead(nn.Sequential):
@@ -319,8 +322,7 @@ def _separable(width: int, side: int, stride: int, dilation: int) -> nn.Sequenti
     padding = side // 2 * dilation
     modules: list[nn.Module] = []
     for step in (stride, 1):
-        size: dict[str, int] = {"stride": step, "padding": padding, "dilation": dilation}
-        depthwise = nn.Conv2d(width, width, side, groups=width, bias=False, **size)
+        depthwise = nn.Conv2d(width, width, side, step, padding, dilation, groups=width, bias=False)
         pointwise = nn.Conv2d(width, width, kernel_size=1, bias=False)
         modules += [nn.ReLU(), depthwise, pointwise, nn.BatchNorm2d(width)]
     return nn.Sequential(*modules)
