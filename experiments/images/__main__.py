@@ -5,7 +5,7 @@ python -m experiments.images all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,7 @@ from experiments.images.parity import compare
 from experiments.images.plan import FULL, FULL_DIGITS, QUICK, Scale
 from experiments.images.tables import parity_name, rich_table, sheets, write_readme
 from experiments.images.training import Training, train
-from experiments.results import Results
+from experiments.results import Results, Run
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -45,30 +45,34 @@ class Experiment:
     def results(self) -> Results:
         return Results(self.folder / "results.json")
 
-    def make(
-        self,
-        trainings: Sequence[Training],
-        make: Callable[[Training, Path], Mapping[str, Any]] = train,
-        name: Callable[[str], str] = str,
-    ) -> None:
-        """Make the runs that the file of results does not have, and check the others' settings."""
+    def train_all(self, trainings: Sequence[Training]) -> None:
+        """Train and test what the file of results does not have."""
         for number, run in enumerate(trainings, start=1):
-            console.print(f"[bold]{name(run.name)}[/bold] ({number} of {len(trainings)})")
-            folder = run.folder(self.folder / "runs")
-            made = self.results.run_once(
-                name(run.name),
-                lambda run=run, folder=folder: {  # type: ignore[misc]
-                    **make(run, folder.parent),
-                    "settings": folder.name[-8:],
-                },
-                seed=run.seed,
+            console.print(f"[bold]{run.name}[/bold] ({number} of {len(trainings)})")
+            self._run_once(run.name, run, train)
+
+    def compare_all(self) -> None:
+        """Compare 1 and 4 partitions; end with an error if a bit differs."""
+        for run in self.scale.parity():
+            console.print(f"[bold]{parity_name(run)}[/bold]")
+            found = self._run_once(parity_name(run), run, compare)
+            if found["equal"] < found["tensors"]:
+                console.print(f"{found['first difference']} differs", style="red")
+                raise typer.Exit(1)
+
+    def _run_once(
+        self, name: str, run: Training, make: Callable[[Training, Path], dict[str, Any]]
+    ) -> Run:
+        """Return a run of the file, whose settings have to be these, or make it."""
+        settings = {"settings": run.settings}
+        runs = self.folder / "runs"
+        made = self.results.run_once(name, lambda: make(run, runs) | settings, seed=run.seed)
+        if made["settings"] != run.settings:
+            raise typer.BadParameter(
+                f"{self.results.path} has {name!r} with settings {made['settings']}, but they are "
+                f"{run.settings} now: delete that line, or use another --folder"
             )
-            if made["settings"] != folder.name[-8:]:
-                raise typer.BadParameter(
-                    f"{self.results.path} has {name(run.name)!r} with settings "
-                    f"{made['settings']}, but they are {folder.name[-8:]} now: delete that line, "
-                    "or use another --folder"
-                )
+        return made
 
     def show(self) -> None:
         """Print the tables, draw the pictures, and write the README if the folder has one."""
@@ -121,28 +125,28 @@ def choose(
 @app.command("train")
 def train_main(context: typer.Context) -> None:
     """Train the main network with several seeds."""
-    context.obj.make(context.obj.scale.trainings())
+    context.obj.train_all(context.obj.scale.trainings())
     context.obj.show()
 
 
 @app.command()
 def capacity(context: typer.Context) -> None:
     """Train networks of several sizes L and D."""
-    context.obj.make(context.obj.scale.capacity())
+    context.obj.train_all(context.obj.scale.capacity())
     context.obj.show()
 
 
 @app.command()
 def transfer(context: typer.Context) -> None:
     """Fine-tune a trained network on another task, and compare with training from scratch."""
-    context.obj.make(context.obj.scale.transfer())
+    context.obj.train_all(context.obj.scale.transfer())
     context.obj.show()
 
 
 @app.command()
 def parity(context: typer.Context) -> None:
     """Train on 1 and on 4 partitions, and compare every parameter and buffer bit for bit."""
-    _compare(context.obj)
+    context.obj.compare_all()
     context.obj.show()
 
 
@@ -155,21 +159,10 @@ def report(context: typer.Context) -> None:
 @app.command("all")
 def make_all(context: typer.Context) -> None:
     """Run all of the above."""
-    _compare(context.obj)
     scale = context.obj.scale
-    context.obj.make([*scale.trainings(), *scale.transfer(), *scale.capacity()])
+    context.obj.compare_all()
+    context.obj.train_all([*scale.trainings(), *scale.transfer(), *scale.capacity()])
     context.obj.show()
-
-
-def _compare(experiment: Experiment) -> None:
-    runs = experiment.scale.parity()
-    experiment.make(runs, compare, parity_name)
-    made = experiment.results.read()
-    for run in runs:
-        found = made[parity_name(run.name)]
-        if found["equal"] < found["tensors"]:
-            console.print(f"{run.name}: {found['first difference']} differs", style="red")
-            raise typer.Exit(1)
 
 
 if __name__ == "__main__":

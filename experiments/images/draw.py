@@ -5,20 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
 from experiments.images.plan import Scale
-from experiments.images.summary import Capacity, Runs, Transfer, capacities, transfers
-from experiments.pictures import COLOURS, figure, save
+from experiments.images.summary import (
+    Accuracies,
+    Capacity,
+    Runs,
+    Transfer,
+    capacities,
+    transfers,
+)
+from experiments.pictures import COLOURS, STYLE, figure, save
+
+PARAMETERS = (1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6)
 
 
 def draw(folder: Path, scale: Scale, runs: Runs) -> list[Path]:
     """Write the pictures that there are results for."""
     pictures = []
-    if points := capacities(scale, runs):
-        pictures.append(folder / "capacity.svg")
-        draw_capacity(pictures[-1], scale.task, points)
-    if found := transfers(scale, runs):
-        pictures.append(folder / "transfer.svg")
-        draw_transfers(pictures[-1], scale.transfers, found)
+    with mpl.rc_context(STYLE):
+        if points := capacities(scale, runs):
+            pictures.append(folder / "capacity.svg")
+            draw_capacity(pictures[-1], scale.task, points)
+        if found := transfers(scale, runs):
+            pictures.append(folder / "transfer.svg")
+            draw_transfers(pictures[-1], found)
     return pictures
 
 
@@ -27,39 +40,46 @@ def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
     axes = picture.subplots()
     for colour, cells in zip(COLOURS, sorted({point.cells for point in points}), strict=False):
         alike = sorted((p for p in points if p.cells == cells), key=lambda point: point.parameters)
-        _line(axes, alike, colour, f"AmoebaNet-{cells}")
-    axes.set_xscale("log")
+        _line(axes, [p.parameters for p in alike], [p.found for p in alike], colour, cells)
+        for point in alike:
+            text = f"({point.num_layers}, {point.num_filters})"
+            place = (point.parameters, point.found.mean * 100)
+            axes.annotate(text, place, (6, -12), textcoords="offset points", color=colour)
+    _log_scale(axes, PARAMETERS)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.12, y=0.15)
-    axes.set_xlabel("parameters")
+    axes.set_xlabel("parameters; at the points (L normal cells, D filters)")
     axes.set_ylabel(f"accuracy on {task} in %, mean ± s")
-    axes.legend(loc="lower right")
+    axes.legend(title="AmoebaNet", loc="best")
     save(picture, path)
 
 
-def _line(axes: Any, points: list[Capacity], colour: str, label: str) -> None:
-    sizes = [point.parameters for point in points]
-    means = [point.found.mean * 100 for point in points]
-    spreads = [point.found.spread * 100 for point in points]
-    axes.errorbar(sizes, means, spreads, color=colour, label=label, marker="o", capsize=3)
-    for point, size, height in zip(points, sizes, means, strict=True):
-        text = f"({point.num_layers}, {point.num_filters})"
-        axes.annotate(text, (size, height), (6, -12), textcoords="offset points", color=colour)
-
-
-def draw_transfers(path: Path, pairs: tuple[tuple[str, str], ...], found: list[Transfer]) -> None:
-    picture = figure(4.0 * len(pairs), 3.6)
+def draw_transfers(path: Path, found: list[Transfer]) -> None:
+    pairs = list(dict.fromkeys((each.source, each.target) for each in found))
+    picture = figure(4.2 * len(pairs), 3.6)
     panels = picture.subplots(1, len(pairs), squeeze=False)[0]
-    for axes, (source, target) in zip(panels, pairs, strict=True):
-        alike = [each for each in found if (each.source, each.target) == (source, target)]
+    for axes, pair in zip(panels, pairs, strict=True):
+        alike = [each for each in found if (each.source, each.target) == pair]
         images = [each.images for each in alike]
-        for colour, name in zip(COLOURS, ("tuned", "scratch"), strict=False):
-            kinds = [each.tuned if name == "tuned" else each.scratch for each in alike]
-            means, spreads = zip(*((k.mean * 100, k.spread * 100) for k in kinds), strict=True)
-            label = "fine-tuned" if name == "tuned" else "from scratch"
-            axes.errorbar(images, means, spreads, color=colour, label=label, marker="o", capsize=3)
-        axes.set_xscale("log")
-        axes.set_title(f"{source} → {target}")
-        axes.set_xlabel("images of the target: 1, 10 and 100 %")
-    panels[0].set_ylabel("accuracy in %, mean ± s of 5 runs")
+        _line(axes, images, [each.tuned for each in alike], COLOURS[0], "fine-tuned")
+        _line(axes, images, [each.scratch for each in alike], COLOURS[1], "from scratch")
+        _log_scale(axes, images)
+        labels = [f"{each.images:,}\n{each.share:.0%}" for each in alike]
+        axes.set_xticks(images, labels)
+        axes.set_title(" → ".join(pair))
+        axes.set_xlabel("images of the target")
+    panels[0].set_ylabel("accuracy in %, mean ± s")
     panels[0].legend(loc="lower right")
     save(picture, path)
+
+
+def _line(axes: Any, places: list[int], found: list[Accuracies], colour: str, label: str) -> None:
+    means = [each.mean * 100 for each in found]
+    spreads = [each.spread * 100 for each in found]
+    axes.errorbar(places, means, spreads, color=colour, label=label, marker="o", capsize=3)
+
+
+def _log_scale(axes: Any, ticks: Any) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())

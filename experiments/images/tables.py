@@ -11,6 +11,7 @@ from rich.table import Table
 from experiments.images import paper
 from experiments.images.plan import Scale
 from experiments.images.summary import Runs, capacities, transfers
+from experiments.images.training import Training
 
 MARKERS = "<!-- results -->", "<!-- end of results -->"
 
@@ -57,7 +58,7 @@ def transfer_sheet(scale: Scale, runs: Runs) -> Sheet:
 
 def parity_sheet(scale: Scale, runs: Runs) -> Sheet:
     columns = ("model", "steps", "tensors", "equal on 1 and 4 partitions", "weights")
-    found = [(run, runs[name]) for run in scale.parity() if (name := parity_name(run.name)) in runs]
+    found = [(run, runs[name]) for run in scale.parity() if (name := parity_name(run)) in runs]
     rows = [
         (
             f"{run.cells}({run.num_layers},{run.num_filters})",
@@ -71,8 +72,8 @@ def parity_sheet(scale: Scale, runs: Runs) -> Sheet:
     return Sheet("Same bits", columns, rows)
 
 
-def parity_name(run_name: str) -> str:
-    return f"parity {run_name}"
+def parity_name(run: Training) -> str:
+    return f"parity {run.name}"
 
 
 def paper_sheet() -> Sheet:

@@ -50,10 +50,14 @@ class Training:
         run = f"{self.recipe.steps} steps seed {self.seed}"
         return f"{self.task} {self.share:.0%} {origin}{model} {run}"
 
+    @property
+    def settings(self) -> str:
+        """Return digits that change with anything about the run, also with what has no name."""
+        return sha256(repr(self).encode()).hexdigest()[:8]
+
     def folder(self, runs: Path) -> Path:
-        """Return where checkpoints are: another one if anything about the run is changed."""
-        digest = sha256(repr(self).encode()).hexdigest()[:8]
-        return runs / f"{self.name.replace(' ', '_').replace('%', '')}-{digest}"
+        """Return where checkpoints are."""
+        return runs / f"{self.name.replace(' ', '_').replace('%', '')}-{self.settings}"
 
 
 def new_pipeline(run: Training, num_partitions: int = NUM_PARTITIONS) -> sl.Pipeline:

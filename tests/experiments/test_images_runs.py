@@ -15,6 +15,7 @@ import pytest
 import torch
 from experiments.images import parity, training
 from experiments.images.__main__ import app
+from experiments.images.data import load
 from experiments.images.plan import FULL, QUICK
 from experiments.images.recipe import Recipe
 from experiments.images.summary import Accuracies, capacities, transfers
@@ -55,7 +56,7 @@ def test_fine_tuning_begins_with_all_weights_of_the_source_but_its_heads(tmp_pat
 
 
 def test_accuracy_counts_the_logits_of_the_head_and_every_image(tmp_path: Path) -> None:
-    images = training.load("digits")[1]
+    images = load("digits")[1]
     few = images.at(torch.arange(130))
     with training.new_pipeline(TINY) as pipe:
         training.fit(TINY, pipe, tmp_path)

@@ -70,7 +70,7 @@ REDUCTION = Genotype(
 )
 
 
-# B's cells are those of D with separable convolutions in place of some operations.
+# B has the structure of D, but for two inputs, and separable convolutions in place of most others.
 NORMAL_B = Genotype(
     pairs=(
         (Use("1x1", 1), Use("max 3x3", 1)),
