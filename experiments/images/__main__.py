@@ -100,7 +100,8 @@ def choose(
         bool, typer.Option("--quick", help="Tiny networks and few steps on digits: under a minute.")
     ] = False,
     folder: Annotated[
-        Path | None, typer.Option(help="For results, pictures and checkpoints.")
+        Path | None,
+        typer.Option(file_okay=False, help="For results, pictures and checkpoints."),
     ] = None,
 ) -> None:
     """Train AmoebaNet on four partitions, as in GPipe's section on images.

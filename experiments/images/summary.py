@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import NamedTuple
 
@@ -60,6 +61,12 @@ class Transfer(NamedTuple):
     tuned: Accuracies
     scratch: Accuracies
 
+    @property
+    def gain(self) -> Accuracies:
+        """Return the differences of pairs, which are trained on the same images."""
+        pairs = zip(self.tuned.values, self.scratch.values, strict=True)
+        return Accuracies(tuple(tuned - scratch for tuned, scratch in pairs))
+
 
 def capacities(scale: Scale, runs: Runs) -> list[Capacity]:
     """Return what is known of each size; sizes without a run are left out."""
@@ -75,20 +82,20 @@ def capacities(scale: Scale, runs: Runs) -> list[Capacity]:
 
 
 def transfers(scale: Scale, runs: Runs) -> list[Transfer]:
-    """Return each target and share of which runs of both kinds are there."""
+    """Return each target and share of which there are pairs of runs of both kinds."""
     found = []
     for source, target in scale.transfers:
         for share in scale.shares:
-            alike = [
+            tuned = [
                 run
                 for run in scale.transfer()
-                if (run.task, run.share, run.recipe) == (target, share, scale.transfer_recipe)
+                if run.source and (run.task, run.share) == (target, share)
             ]
-            tuned = _done([run for run in alike if run.source], runs)
-            scratch = _done([run for run in alike if not run.source], runs)
-            if tuned and scratch:
-                images = runs[tuned[0].name]["images"]
-                both = _accuracies(tuned, runs), _accuracies(scratch, runs)
+            scratch = [replace(run, source=None) for run in tuned]
+            pairs = zip(tuned, scratch, strict=True)
+            if done := [pair for pair in pairs if len(_done(pair, runs)) == 2]:
+                both = [_accuracies(alike, runs) for alike in zip(*done, strict=True)]
+                images = runs[done[0][0].name]["images"]
                 found.append(Transfer(source, target, share, images, *both))
     return found
 

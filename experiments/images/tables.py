@@ -49,7 +49,7 @@ def transfer_sheet(scale: Scale, runs: Runs) -> Sheet:
             str(each.images),
             str(each.tuned),
             str(each.scratch),
-            f"{(each.tuned.mean - each.scratch.mean) * 100:+.1f}",
+            f"{each.gain.mean * 100:+.1f} ± {each.gain.spread * 100:.1f}",
         )
         for each in transfers(scale, runs)
     ]
