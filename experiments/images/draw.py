@@ -38,17 +38,20 @@ def draw(folder: Path, scale: Scale, runs: Runs) -> list[Path]:
 def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
     picture = figure(7.0, 4.0)
     axes = picture.subplots()
-    for colour, cells in zip(COLOURS, sorted({point.cells for point in points}), strict=False):
-        alike = sorted((p for p in points if p.cells == cells), key=lambda point: point.parameters)
-        _line(axes, [p.parameters for p in alike], [p.found for p in alike], colour, cells)
+    families = sorted({(point.cells, point.num_layers) for point in points})
+    for number, (family, colour) in enumerate(zip(families, COLOURS, strict=False)):
+        alike = [point for point in points if (point.cells, point.num_layers) == family]
+        label = f"{family[0]}, L = {family[1]}"
+        _line(axes, [p.parameters for p in alike], [p.found for p in alike], colour, label)
         for point in alike:
-            text = f"({point.num_layers}, {point.num_filters})"
             place = (point.parameters, point.found.mean * 100)
-            axes.annotate(text, place, (6, -12), textcoords="offset points", color=colour)
+            shift = (6, -12 if number % 2 else 6)  # points of neighbouring lines may be close
+            text = f"D = {point.num_filters}"
+            axes.annotate(text, place, shift, textcoords="offset points", color=colour)
     _log_scale(axes, PARAMETERS)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.12, y=0.15)
-    axes.set_xlabel("parameters; at the points (L normal cells, D filters)")
+    axes.set_xlabel("parameters; L normal cells, D filters")
     axes.set_ylabel(f"accuracy on {task} in %, mean ± s")
     axes.legend(title="AmoebaNet", loc="best")
     save(picture, path)

@@ -101,7 +101,7 @@ def environment_line(runs: Runs) -> str:
     """Return what the runs were made with, and how long they took."""
     facts = {f"{key} {value}" for run in runs.values() for key, value in run["environment"].items()}
     minutes = sum(run["seconds"] for run in runs.values()) / 60
-    return f"{len(runs)} runs, {minutes:.0f} minutes in total; {', '.join(sorted(facts))}.\n"
+    return f"{len(runs)} runs of {minutes:.0f} minutes in total; {', '.join(sorted(facts))}.\n"
 
 
 def write_readme(path: Path, scale: Scale, runs: Runs) -> None:
