@@ -39,15 +39,14 @@ def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
     picture = figure(7.0, 4.0)
     axes = picture.subplots()
     families = sorted({(point.cells, point.num_layers) for point in points})
-    for number, (family, colour) in enumerate(zip(families, COLOURS, strict=False)):
+    for family, colour in zip(families, COLOURS, strict=False):
         alike = [point for point in points if (point.cells, point.num_layers) == family]
         label = f"{family[0]}, L = {family[1]}"
         _line(axes, [p.parameters for p in alike], [p.found for p in alike], colour, label)
         for point in alike:
             place = (point.parameters, point.found.mean * 100)
-            shift = (6, -12 if number % 2 else 6)  # points of neighbouring lines may be close
             text = f"D = {point.num_filters}"
-            axes.annotate(text, place, shift, textcoords="offset points", color=colour)
+            axes.annotate(text, place, (6, -12), textcoords="offset points", color=colour)
     _log_scale(axes, PARAMETERS)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.12, y=0.15)
