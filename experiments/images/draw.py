@@ -44,9 +44,7 @@ def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
         label = f"{family[0]}, L = {family[1]}"
         _line(axes, [p.parameters for p in alike], [p.found for p in alike], colour, label)
         for point in alike:
-            place = (point.parameters, point.found.mean * 100)
-            text = f"D = {point.num_filters}"
-            axes.annotate(text, place, (6, -12), textcoords="offset points", color=colour)
+            _name_point(axes, point, colour)
     _log_scale(axes, PARAMETERS)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.12, y=0.15)
@@ -54,6 +52,15 @@ def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
     axes.set_ylabel(f"accuracy on {task} in %, mean ± s")
     axes.legend(title="AmoebaNet", loc="best")
     save(picture, path)
+
+
+def _name_point(axes: Any, point: Capacity, colour: str) -> None:
+    """Write D beside a point: for the cells B on the right, and for D on the left."""
+    place = (point.parameters, point.found.mean * 100)
+    side, shift = ("right", -6) if point.cells == "D" else ("left", 6)
+    text = f"D = {point.num_filters}"
+    style: Any = {"textcoords": "offset points", "ha": side, "color": colour}
+    axes.annotate(text, place, (shift, 5), **style)
 
 
 def draw_transfers(path: Path, found: list[Transfer]) -> None:
