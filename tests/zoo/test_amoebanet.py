@@ -6,7 +6,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import stageline as sl
-from stageline.zoo.amoebanet import NORMAL, REDUCTION, Genotype, Halve, amoebanet_d
+from stageline.zoo.amoebanet import (
+    NORMAL,
+    NORMAL_B,
+    REDUCTION,
+    REDUCTION_B,
+    B,
+    Cells,
+    D,
+    Genotype,
+    Halve,
+    Stem,
+    amoebanet,
+    amoebanet_d,
+)
 
 
 def on_meta(num_layers: int, num_filters: int) -> sl.LayerSequence:
@@ -52,6 +65,54 @@ def test_parameters_of_the_model_whose_speed_gpipe_and_torchgpipe_measure() -> N
     assert sum(parameter.numel() for parameter in parameters) == 121_916_424
 
 
+def test_parameters_of_amoebanet_b_are_the_557_million_of_gpipes_imagenet_model() -> None:
+    with torch.device("meta"):
+        parameters = amoebanet(B, 1000, num_layers=18, num_filters=512).modules.parameters()
+    assert sum(parameter.numel() for parameter in parameters) == 557_333_736
+
+
+@pytest.mark.parametrize("cells", [B, D])
+def test_the_stem_for_small_images_keeps_their_size(cells: Cells) -> None:
+    layers = amoebanet(cells, 10, num_layers=3, num_filters=8, stem="small", image_channels=1)
+    found = values(layers, torch.randn(2, 1, 14, 14))
+    sides = {name: value.shape[-1] for name, value in found.items() if value.ndim == 4}
+    assert sides == {
+        "stem": 14,
+        "normal.0": 14,
+        "reduction.0": 7,
+        "normal.1": 7,
+        "reduction.1": 4,
+        "normal.2": 4,
+    }
+    assert found["x"].shape == (2, 10)
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "small"])
+def test_the_auxiliary_head_reads_the_last_cell_before_the_last_reduction(stem: Stem) -> None:
+    """So it is in the middle, as in the reference code, and its logits are the second output."""
+    layers = amoebanet(B, 5, num_layers=6, num_filters=16, stem=stem, has_auxiliary_head=True)
+    reads = {layer.name: layer.reads for layer in layers}
+    assert reads["auxiliary"] == ("normal.3",)
+    assert reads["head"] == ("normal.5", "auxiliary")
+    found = values(layers, torch.randn(2, 3, 32, 32))
+    logits, auxiliary = found["x"]
+    assert logits.shape == auxiliary.shape == (2, 5)
+    assert auxiliary is found["auxiliary"]
+
+
+def test_the_auxiliary_head_changes_no_other_parameter() -> None:
+    plain, with_head = (
+        {name: value.shape for name, value in layers.state_dict().items()}
+        for layers in (
+            amoebanet(D, 5, 3, 16),
+            amoebanet(D, 5, 3, 16, has_auxiliary_head=True),
+        )
+    )
+    others = {n: shape for n, shape in with_head.items() if not n.startswith("auxiliary.")}
+    assert others == plain
+    assert len(with_head) > len(plain)
+
+
 def test_cells_halve_the_image_and_widen_it() -> None:
     found = values(on_meta(18, 256), torch.empty(2, 3, 224, 224, device="meta"))
     assert {name: tuple(found[name].shape) for name in found if "normal" not in name} == {
@@ -87,7 +148,7 @@ def test_every_cell_reads_the_two_before_it() -> None:
     }
 
 
-@pytest.mark.parametrize("genotype", [NORMAL, REDUCTION])
+@pytest.mark.parametrize("genotype", [NORMAL, REDUCTION, NORMAL_B, REDUCTION_B])
 def test_every_state_is_used_and_computed_before_it_is_read(genotype: Genotype) -> None:
     read = [{use.state for use in pair} for pair in genotype.pairs]
     assert all(max(states) < number for number, states in enumerate(read, start=2))
