@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,8 +44,10 @@ class Message(NamedTuple):
             yield self.sources[1], self.translations[-1]
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, Message]]:
-    """Yield the language and the message of each entry in all catalogues below a folder.
+def read_folder(folder: Path, languages: Collection[str] = ()) -> Iterator[tuple[str, Message]]:
+    """Yield the language and the message of each entry in the catalogues below a folder.
+
+    Catalogues of all languages are read, unless some are given.
 
     Of a catalogue that is there twice, the compiled one is read.
     """
@@ -56,8 +58,9 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Message]]:
     if not chosen:
         raise CatalogueError(f"{str(folder)!r} has no .mo or .po files: give another folder")
     for path in sorted(chosen.values()):
-        for message in READERS[path.suffix](path):
-            yield language_of(path), message
+        if not languages or language_of(path) in languages:
+            for message in READERS[path.suffix](path):
+                yield language_of(path), message
 
 
 def language_of(path: Path) -> str:

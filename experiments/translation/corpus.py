@@ -55,19 +55,18 @@ class Corpus:
         """Languages from the most training pairs to the fewest."""
         return tuple(self.training)
 
-    def only(self, *languages: str) -> Corpus:
-        """Return the pairs of some languages, in the order by data."""
-        if unknown := sorted(set(languages) - set(self.languages)):
-            known = ", ".join(sorted(self.languages))
-            raise CatalogueError(f"the corpus has no language {unknown[0]!r}: it has {known}")
-        kept = [name for name in self.languages if name in languages]
-        return Corpus({p: {name: pairs[name] for name in kept} for p, pairs in self.parts.items()})
+    def only(self, language: str) -> Corpus:
+        """Return the pairs of one language, for a bilingual model."""
+        return Corpus({part: {language: pairs[language]} for part, pairs in self.parts.items()})
 
 
-def read_corpus(folders: Iterable[Path] = ()) -> Corpus:
-    """Return the corpus of Django's catalogues and of further folders."""
-    places = [Path(django.__file__).parent, *folders]
-    return split(message for folder in places for message in read_folder(folder))
+def read_corpus(folders: Iterable[Path] = (), languages: Sequence[str] = ()) -> Corpus:
+    """Return the corpus of Django's catalogues and of further folders, of all or some languages."""
+    places = [*folders, Path(django.__file__).parent]
+    corpus = split(found for folder in places for found in read_folder(folder, languages))
+    if missing := sorted(set(languages) - set(corpus.languages)):
+        raise CatalogueError(f"no catalogue is in the language {missing[0]!r}: use another name")
+    return corpus
 
 
 def split(messages: Iterable[tuple[str, Message]]) -> Corpus:

@@ -64,8 +64,7 @@ def load_data(
 
     The corpus is Django's and that of further catalogues, of some languages or of all.
     """
-    every = read_corpus(catalogues)
-    corpus = every.only(*languages) if languages else every
+    corpus = read_corpus(catalogues, languages)
     path = folder / f"vocabulary-{vocabulary_size}-{digest(_lines(corpus))}.json"
     if not path.exists():
         unfinished = path.with_suffix(".part")

@@ -29,7 +29,8 @@ def bands(runs: Runs) -> dict[str, list[str]]:
     order = ordered_groups(runs)
     ends = [round(i * len(order) / 3) for i in range(4)]
     thirds = {name: order[ends[i] : ends[i + 1]] for i, name in enumerate(BANDS)}
-    return thirds | ({FEW: [FEW]} if FEW in runs["corpus"]["groups"] else {})
+    few = [FEW] if FEW in runs["corpus"]["groups"] else []
+    return {name: groups for name, groups in (*thirds.items(), (FEW, few)) if groups}
 
 
 def of_size(runs: Runs, scale: Scale, size: Size) -> list[Run]:

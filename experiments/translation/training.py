@@ -32,7 +32,7 @@ from experiments.translation.scores import Score, score, write_translations
 
 TEMPERATURE = 5.0  # the paper's
 SMOOTHING = 0.1
-SAVE_EVERY = 50  # steps
+CHECKPOINTS = 8  # of a run
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def trained(
             optimizer,
             steps=recipe.steps,
             folder=place(recipe, data, runs),
-            save_every=SAVE_EVERY,
+            save_every=max(recipe.steps // CHECKPOINTS, 1),
             report_every=report_every,
             keep=1,
             scheduler=LambdaLR(optimizer, partial(learning_rate, recipe)),
