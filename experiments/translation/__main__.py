@@ -21,11 +21,11 @@ from rich.table import Table
 
 import stageline as sl
 from experiments.results import Results
-from experiments.translation.catalogues import CatalogueError
 from experiments.translation.cleaning import PLACEHOLDERS, clean, restored
 from experiments.translation.data import Data, load_data
 from experiments.translation.decoding import beam_search, greedy, translate_all
 from experiments.translation.drawings import draw_batch_sizes, draw_figure3, draw_stability
+from experiments.translation.errors import TranslationError
 from experiments.translation.experiment import (
     Experiment,
     corpus_facts,
@@ -254,8 +254,9 @@ def report(folder: Folder = HERE, quick: Quick = False) -> None:
     draw_figure3(runs, scale, results.path.parent / "figure3.svg")
     draw_batch_sizes(runs, scale, results.path.parent / "batch_size.svg")
     draw_stability(runs, scale, results.path.parent / "stability.svg")
-    if not quick:
-        write_readme(folder / "README.md", sheets, time_facts(runs))
+    readme = folder / "README.md"
+    if not quick and readme.exists():
+        write_readme(readme, sheets, time_facts(runs))
 
 
 @app.command("all")
@@ -278,7 +279,7 @@ def main() -> None:
     """Run the command; mistakes of the user are printed without a stack."""
     try:
         app()
-    except (CatalogueError, ValueError, sl.StagelineError) as error:
+    except (TranslationError, sl.StagelineError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise SystemExit(1) from None
 

@@ -17,13 +17,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.translation.errors import TranslationError
+
 MAGIC = 0x950412DE
 CHARSET = re.compile(r"charset=([\w-]+)")
 FIELD = re.compile(r'^(msgctxt|msgid_plural|msgid|msgstr(?:\[\d+\])?)?\s*(".*")\s*$')
-
-
-class CatalogueError(ValueError):
-    """A file or folder is not what a catalogue has to be."""
 
 
 class Message(NamedTuple):
@@ -52,11 +50,11 @@ def read_folder(folder: Path, languages: Collection[str] = ()) -> Iterator[tuple
     Of a catalogue that is there twice, the compiled one is read.
     """
     if not folder.is_dir():
-        raise CatalogueError(f"{str(folder)!r} is no folder: give one with .mo or .po files")
+        raise TranslationError(f"{str(folder)!r} is no folder: give one with .mo or .po files")
     paths = sorted(path for path in folder.rglob("*.[mp]o") if path.suffix in READERS)
     chosen = {path.with_suffix(""): path for path in reversed(paths)}  # .mo sorts before .po
     if not chosen:
-        raise CatalogueError(f"{str(folder)!r} has no .mo or .po files: give another folder")
+        raise TranslationError(f"{str(folder)!r} has no .mo or .po files: give another folder")
     for path in sorted(chosen.values()):
         if not languages or language_of(path) in languages:
             for message in READERS[path.suffix](path):
@@ -79,7 +77,7 @@ def read_mo(path: Path) -> Iterator[Message]:
     if len(data) < 28 or MAGIC not in struct.unpack_from("<I", data) + struct.unpack_from(
         ">I", data
     ):
-        raise CatalogueError(
+        raise TranslationError(
             f"{str(path)!r} is no compiled catalogue: compile it with msgfmt again"
         )
     order = "<" if struct.unpack_from("<I", data)[0] == MAGIC else ">"

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import django
 
-from experiments.translation.catalogues import CatalogueError, Message, read_folder
+from experiments.translation.catalogues import Message, read_folder
 from experiments.translation.cleaning import clean, cleaned_pairs, key
+from experiments.translation.errors import TranslationError
 
 ENGLISH = "en"
 PARTS = ("training", "validation", "test")
@@ -65,7 +66,7 @@ def read_corpus(folders: Iterable[Path] = (), languages: Sequence[str] = ()) -> 
     places = [*folders, Path(django.__file__).parent]
     corpus = split(found for folder in places for found in read_folder(folder, languages))
     if missing := sorted(set(languages) - set(corpus.languages)):
-        raise CatalogueError(f"no catalogue is in the language {missing[0]!r}: use another name")
+        raise TranslationError(f"no catalogue is in the language {missing[0]!r}: use another name")
     return corpus
 
 
@@ -82,7 +83,7 @@ def split(messages: Iterable[tuple[str, Message]]) -> Corpus:
     _remove_leaks(found)
     counts = {language: len(pairs) for language, pairs in found["training"].items()}
     if not counts:
-        raise CatalogueError(
+        raise TranslationError(
             "no string is left after cleaning: give a folder with other catalogues"
         )
     order = sorted(counts, key=lambda language: (-counts[language], language))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from experiments.results import Results, Run
 from experiments.translation.data import Data
+from experiments.translation.errors import TranslationError
 from experiments.translation.model import Size
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.training import Recipe, place, tested, trained
@@ -36,7 +37,7 @@ class Experiment:
         self.console.print(f"[bold]{name}[/]: {recipe.name}")
         found = self.results.run_once(name, make, seed=recipe.seed)
         if found["key"] != recipe.key(self.data):
-            raise ValueError(
+            raise TranslationError(
                 f"{str(self.results.path)!r} has {name!r} of another recipe ({found['recipe']}), "
                 f"but it is now {recipe.name}: delete the line, or the file"
             )

@@ -30,6 +30,7 @@ class Scale:
     bilingual_tokens: int
     num_bilingual: int  # languages, spread evenly over the order by data
     batch_tokens: tuple[int, ...]  # of table 5
+    batch_steps: int
     deep: Size  # of the stability experiment
     deep_steps: int
     deep_rates: tuple[float, ...]
@@ -55,8 +56,8 @@ class Scale:
         )
 
     def batch_size(self, num_tokens: int) -> Recipe:
-        size = self.sizes[0]
-        return Recipe(size, self.steps, self.width, batch_tokens=num_tokens, warmup=self.warmup)
+        size, steps = self.sizes[0], self.batch_steps
+        return Recipe(size, steps, self.width, batch_tokens=num_tokens, warmup=self.warmup)
 
     def stability(self, remedy: str, rate: float) -> Recipe:
         """Return a recipe without warm-up and without clipping of gradients."""
@@ -64,7 +65,6 @@ class Scale:
             self.deep,
             self.deep_steps,
             self.width,
-            batch_tokens=512,
             rate=rate,
             warmup=0,
             max_norm=None,
@@ -76,14 +76,15 @@ FULL = Scale(
     vocabulary=3000,
     width=64,
     sizes=(Size(2, 128, 4), Size(6, 128, 4), Size(3, 448, 8), Size(6, 448, 8)),
-    steps=400,
-    warmup=100,
+    steps=800,
+    warmup=40,
     seeds=(0, 1, 2),
     bilingual_size=Size(2, 128, 4),
     bilingual_steps=(100, 300),
     bilingual_tokens=512,
-    num_bilingual=12,
+    num_bilingual=10,
     batch_tokens=(128, 512, 2048),
+    batch_steps=400,
     deep=Size(12, 128, 4),
     deep_steps=80,
     deep_rates=(1e-3, 4e-3, 1.6e-2),
@@ -100,6 +101,7 @@ QUICK = Scale(
     bilingual_tokens=128,
     num_bilingual=2,
     batch_tokens=(32, 128, 512),
+    batch_steps=4,
     deep=Size(3, 16, 2),
     deep_steps=4,
     deep_rates=(1e-3, 1e-2),

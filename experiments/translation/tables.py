@@ -10,6 +10,7 @@ from statistics import fmean
 from rich.table import Table
 
 from experiments.translation.data import FEW
+from experiments.translation.errors import TranslationError
 from experiments.translation.experiment import stability_name
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.summary import (
@@ -152,7 +153,7 @@ def write_readme(path: Path, sheets: dict[str, Sheet], facts: str) -> None:
 def _between(text: str, name: str, content: str) -> str:
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if start not in text or end not in text:
-        raise ValueError(f"the README has no markers {start} and {end}: add them")
+        raise TranslationError(f"the README has no markers {start} and {end}: add them")
     before, rest = text.split(start)
     return f"{before}{start}\n{content}\n{end}{rest.split(end)[1]}"
 

@@ -18,6 +18,7 @@ import stageline as sl
 from experiments.translation.batches import Example, TokenBatches, collate, cut_by_tokens
 from experiments.translation.data import Data, digest
 from experiments.translation.decoding import Search, beam_search, translate_all
+from experiments.translation.errors import TranslationError
 from experiments.translation.model import (
     BOTH,
     Size,
@@ -40,18 +41,20 @@ class Recipe:
     """Everything that a model's weights depend on, beside the data.
 
     `language` is that of a bilingual model; None is all. `share` of the examples are translated
-    into English, the rest from it. The learning rate rises for `warmup` steps, and falls to 0.
+    into English, the rest from it, and `join` of them are two strings in one. The learning rate
+    rises for `warmup` steps, and falls to 0.
     """
 
     size: Size
     steps: int
     width: int = 64
     language: str | None = None
-    batch_tokens: int = 1024
+    batch_tokens: int = 512
     seed: int = 0
     share: float = 1.0
+    join: float = 0.5
     rate: float = 4e-3
-    warmup: int = 100
+    warmup: int = 40
     dropout: float = 0.1
     max_norm: float | None = 1.0
     stability: Stability = BOTH
@@ -93,7 +96,7 @@ def pipeline(
 def batches(recipe: Recipe, data: Data) -> TokenBatches:
     """Return the loader of a recipe."""
     directions = (data.to_english, data.from_english if recipe.share < 1 else {})
-    return TokenBatches(directions, recipe.batch_tokens, TEMPERATURE, recipe.share)
+    return TokenBatches(directions, recipe.batch_tokens, TEMPERATURE, recipe.share, recipe.join)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -140,7 +143,7 @@ def loaded(recipe: Recipe, data: Data, runs: Path) -> sl.LayerSequence:
     """Return a trained model's layers from its checkpoint."""
     folder = place(recipe, data, runs)
     if not sl.latest(folder):
-        raise ValueError(
+        raise TranslationError(
             f"{recipe.name} has no checkpoint in {str(folder)!r}: run "
             "`python -m experiments.translation train` first"
         )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from experiments.translation.cleaning import PLACEHOLDER
 from experiments.translation.corpus import ENGLISH, Corpus
+from experiments.translation.errors import TranslationError
 
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -38,7 +39,7 @@ class Vocabulary:
         asked = self.tokenizer.token_to_id(f"<2{to}>")
         if asked is None:
             known = ", ".join(sorted(self.languages))
-            raise ValueError(f"the target language is {to!r}, but the model has only {known}")
+            raise TranslationError(f"the target language is {to!r}, but the model has only {known}")
         return [asked, *self.tokens(text), END]
 
     def tokens(self, text: str) -> list[int]:

@@ -6,7 +6,6 @@ from pathlib import Path
 import django
 import pytest
 from experiments.translation.catalogues import (
-    CatalogueError,
     Message,
     read_folder,
     read_mo,
@@ -14,6 +13,7 @@ from experiments.translation.catalogues import (
 )
 from experiments.translation.cleaning import clean, cleaned_pairs, key
 from experiments.translation.corpus import Corpus, part_of, read_corpus, split
+from experiments.translation.errors import TranslationError
 
 AUTH = Path(django.__file__).parent / "contrib/auth/locale"
 GERMAN = AUTH / "de/LC_MESSAGES/django.mo"
@@ -58,19 +58,19 @@ def test_fuzzy_and_missing_translations_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no catalogue, but text of more than 28 bytes"])
 def test_a_file_that_is_no_catalogue_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "de.mo").write_bytes(content)
-    with pytest.raises(CatalogueError, match=r"de\.mo' is no compiled catalogue"):
+    with pytest.raises(TranslationError, match=r"de\.mo' is no compiled catalogue"):
         list(read_folder(tmp_path))
 
 
 def test_a_folder_without_catalogues_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CatalogueError, match=r"has no \.mo or \.po files"):
+    with pytest.raises(TranslationError, match=r"has no \.mo or \.po files"):
         read_corpus([tmp_path])
-    with pytest.raises(CatalogueError, match="is no folder"):
+    with pytest.raises(TranslationError, match="is no folder"):
         read_corpus([tmp_path / "missing"])
 
 
 def test_a_language_that_no_catalogue_has_is_refused() -> None:
-    with pytest.raises(CatalogueError, match="no catalogue is in the language 'xx'"):
+    with pytest.raises(TranslationError, match="no catalogue is in the language 'xx'"):
         read_corpus(languages=["de", "xx"])
 
 
