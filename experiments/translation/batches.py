@@ -18,7 +18,7 @@ from torch import Tensor
 from experiments.translation.corpus import ENGLISH, Pair
 from experiments.translation.vocabulary import END, PAD, START, Vocabulary
 
-MAX_SOURCE, MAX_TARGET = 40, 24  # tokens, with the special ones
+MAX_SOURCE, MAX_TARGET = 30, 16  # tokens, with the special ones
 POOL = 16  # batches that are drawn, and sorted by length, at a time
 
 
@@ -88,17 +88,14 @@ class TokenBatches:
     """A loader for `sl.fit`, whose epochs are pools of batches.
 
     `directions` has the examples of each language to English, and from it; `share` of the examples
-    are to English. `join` of them are two strings of a language as one: the few English strings
-    are otherwise learned by heart, as wholes, and hardly a word of the source is read. All random
-    numbers are from torch's generator, which `fit` seeds before each epoch, so a run that was
-    interrupted draws the same batches again.
+    are to English. All random numbers are from torch's generator, which `fit` seeds before each
+    epoch, so a run that was interrupted draws the same batches again.
     """
 
     directions: tuple[Mapping[str, Sequence[Example]], Mapping[str, Sequence[Example]]]
     num_tokens: int
     temperature: float
     share: float
-    join: float = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         batches = list(cut_by_tokens(self.pool(), self.num_tokens))
@@ -125,24 +122,8 @@ class TokenBatches:
         every = [examples for examples in by_language.values() if examples]
         weights = sampling_probabilities([len(each) for each in every], self.temperature)
         languages = torch.multinomial(weights, count, replacement=True).tolist()
-        first, second = (
-            [every[i][int(at * len(every[i]))] for i, at in zip(languages, places, strict=True)]
-            for places in torch.rand(2, count).tolist()
-        )
-        is_joined = torch.bernoulli(torch.full((count,), self.join)).tolist()
-        return [
-            joined(a, b) if join else a for a, b, join in zip(first, second, is_joined, strict=True)
-        ]
-
-
-def joined(first: Example, second: Example) -> Example:
-    """Return two examples as one, or the first if both are too long together.
-
-    >>> joined(Example([9, 5, END], [6, END]), Example([9, 7, END], [8, END]))
-    Example(source=[9, 5, 7, 2], target=[6, 8, 2])
-    """
-    both = Example(first.source[:-1] + second.source[1:], first.target[:-1] + second.target)
-    return both if both.fits else first
+        places = torch.rand(count).tolist()
+        return [every[i][int(at * len(every[i]))] for i, at in zip(languages, places, strict=True)]
 
 
 def cut_by_tokens(pool: Sequence[Example], num_tokens: int) -> Iterator[list[Example]]:

@@ -42,7 +42,7 @@ def _draw_gains(axes: Axes, runs: Runs, scale: Scale) -> None:
             labels = [f"{name}\n{counts[name]}" for name in found]
             axes.set_xticks(list(places), labels, fontsize=7)
     axes.axhline(0, color=pictures.PAPER, linewidth=1)
-    axes.set(title="gain over bilingual baselines", ylabel="BLEU", ylim=(0, None))
+    axes.set(title="gain over bilingual baselines", ylabel="BLEU")
     axes.set_xlabel("languages with a baseline, and their training pairs")
     axes.legend()
 

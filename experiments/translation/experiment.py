@@ -75,7 +75,7 @@ def run_figure3(experiment: Experiment) -> None:
     scale = experiment.scale
     record_corpus(experiment)
     for seed in scale.seeds:
-        for size in scale.sizes:
+        for size in (size for size in scale.sizes if seed in scale.seeds_of(size)):
             experiment.test(multilingual_name(size, seed), scale.multilingual(size, seed))
     for language in bilingual_languages(experiment.data, scale.num_bilingual):
         for steps in scale.bilingual_steps:

@@ -24,7 +24,7 @@ class Scale:
     sizes: tuple[Size, ...]  # the smallest; deep and wide of the same size; the largest
     steps: int
     warmup: int
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # of the deep and the wide model; the others have the first only
     bilingual_size: Size
     bilingual_steps: tuple[int, ...]  # the one with the least validation loss is taken
     bilingual_tokens: int
@@ -39,6 +39,9 @@ class Scale:
     def both_ways(self) -> Recipe:
         """The model that `train` trains and `translate` uses: into English and from it."""
         return replace(self.multilingual(self.sizes[-1], self.seeds[0]), share=0.5)
+
+    def seeds_of(self, size: Size) -> tuple[int, ...]:
+        return self.seeds if size in self.sizes[1:3] else self.seeds[:1]
 
     def multilingual(self, size: Size, seed: int) -> Recipe:
         """Return the recipe of a model from all languages into English, as the paper's."""
@@ -65,6 +68,7 @@ class Scale:
             self.deep,
             self.deep_steps,
             self.width,
+            batch_tokens=512,
             rate=rate,
             warmup=0,
             max_norm=None,
@@ -75,16 +79,16 @@ class Scale:
 FULL = Scale(
     vocabulary=3000,
     width=64,
-    sizes=(Size(2, 128, 4), Size(6, 128, 4), Size(3, 448, 8), Size(6, 448, 8)),
-    steps=800,
+    sizes=(Size(1, 128, 4), Size(4, 128, 4), Size(2, 448, 8), Size(4, 448, 8)),
+    steps=1500,
     warmup=40,
     seeds=(0, 1, 2),
-    bilingual_size=Size(2, 128, 4),
-    bilingual_steps=(100, 300),
+    bilingual_size=Size(1, 128, 4),
+    bilingual_steps=(150, 600),
     bilingual_tokens=512,
     num_bilingual=10,
     batch_tokens=(128, 512, 2048),
-    batch_steps=400,
+    batch_steps=800,
     deep=Size(12, 128, 4),
     deep_steps=80,
     deep_rates=(1e-3, 4e-3, 1.6e-2),

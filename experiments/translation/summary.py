@@ -35,7 +35,7 @@ def bands(runs: Runs) -> dict[str, list[str]]:
 
 def of_size(runs: Runs, scale: Scale, size: Size) -> list[Run]:
     """Return the multilingual runs of a size that are finished, one for each seed."""
-    names = [multilingual_name(size, seed) for seed in scale.seeds]
+    names = [multilingual_name(size, seed) for seed in scale.seeds_of(size)]
     return [runs[name] for name in names if name in runs]
 
 

@@ -109,7 +109,7 @@ def batch_sheet(runs: Runs, scale: Scale) -> Sheet:
             f"{count:,}",
             f"{run['loss']:.3f}",
             f"{fmean(run['bleu'].values()):.1f}",
-            f"{run['bleu']['de']:.1f}",
+            f"{run['bleu']['de']:.1f}" if "de" in run["bleu"] else "–",
             theirs,
         )
         for (count, run), theirs in zip(batch_sizes(runs, scale).items(), paper, strict=False)

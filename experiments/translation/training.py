@@ -41,18 +41,16 @@ class Recipe:
     """Everything that a model's weights depend on, beside the data.
 
     `language` is that of a bilingual model; None is all. `share` of the examples are translated
-    into English, the rest from it, and `join` of them are two strings in one. The learning rate
-    rises for `warmup` steps, and falls to 0.
+    into English, the rest from it. The learning rate rises for `warmup` steps, and falls to 0.
     """
 
     size: Size
     steps: int
     width: int = 64
     language: str | None = None
-    batch_tokens: int = 512
+    batch_tokens: int = 1024
     seed: int = 0
     share: float = 1.0
-    join: float = 0.5
     rate: float = 4e-3
     warmup: int = 40
     dropout: float = 0.1
@@ -96,7 +94,7 @@ def pipeline(
 def batches(recipe: Recipe, data: Data) -> TokenBatches:
     """Return the loader of a recipe."""
     directions = (data.to_english, data.from_english if recipe.share < 1 else {})
-    return TokenBatches(directions, recipe.batch_tokens, TEMPERATURE, recipe.share, recipe.join)
+    return TokenBatches(directions, recipe.batch_tokens, TEMPERATURE, recipe.share)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

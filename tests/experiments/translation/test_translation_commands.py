@@ -138,7 +138,7 @@ def scores(**bleu: float) -> dict[str, Any]:
 def test_gains_are_over_the_baseline_with_the_least_validation_loss() -> None:
     scale = QUICK
     short, long = scale.bilingual_steps
-    size = scale.sizes[0]
+    size = scale.sizes[1]
     runs = {
         "corpus": {"groups": {"de": ["de"], "cs": ["cs"]}},
         f"multilingual {size} seed 0": scores(de=20.0, cs=9.0),
