@@ -14,6 +14,7 @@ from experiments.translation.model import (
     smoothed_loss,
     translation_model,
 )
+from experiments.translation.parity import different
 from experiments.translation.vocabulary import END, PAD, START
 from torch import Tensor
 
@@ -160,3 +161,10 @@ def test_greedy_search_takes_the_most_probable_token_each_time() -> None:
                     break
                 expected.append(int(logits.argmax()))
             assert tokens == expected
+
+
+def test_a_parameter_that_differs_in_one_bit_is_named() -> None:
+    one = {"a": torch.ones(2), "b": torch.ones(2)}
+    last_bit = torch.nextafter(torch.ones(2), torch.full((2,), 2.0))
+    assert different(one, one | {"b": last_bit}) == ["b"]
+    assert different(one, {"a": torch.ones(2)}) == ["b"]
