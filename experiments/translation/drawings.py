@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments import pictures
 from experiments.translation.experiment import stability_name
@@ -23,10 +25,16 @@ from experiments.translation.summary import (
 WINDOW, GAIN_WINDOW = 15, 3  # languages that a point of a smoothed line is the mean of
 
 
+def panels(picture: Figure, count: int, *, sharey: bool = False) -> list[Axes]:
+    """Return axes side by side, in the style of all pictures."""
+    with mpl.rc_context(pictures.STYLE):
+        return list(picture.subplots(1, count, sharey=sharey, squeeze=False)[0])
+
+
 def draw_figure3(runs: Runs, scale: Scale, path: Path) -> None:
     """Draw the gain over bilingual baselines, and BLEU of all languages, ordered by data."""
     picture = pictures.figure(11, 4.5)
-    left, right = picture.subplots(1, 2)
+    left, right = panels(picture, 2)
     _draw_gains(left, runs, scale)
     _draw_bleu(right, runs, scale)
     pictures.save(picture, path)
@@ -67,9 +75,8 @@ def draw_batch_sizes(runs: Runs, scale: Scale, path: Path) -> None:
     picture = pictures.figure(7, 3)
     found = batch_sizes(runs, scale)
     bleu = [fmean(run["bleu"].values()) for run in found.values()]
-    panels = picture.subplots(1, 2)
     values = (("mean BLEU", bleu), ("loss", [run["loss"] for run in found.values()]))
-    for axes, (name, points) in zip(panels, values, strict=True):
+    for axes, (name, points) in zip(panels(picture, 2), values, strict=True):
         axes.plot(list(found), points, "o-", color=pictures.COLOURS[0])
         axes.set_xscale("log", base=2)
         axes.set(xlabel="tokens in a batch", ylabel=name)
@@ -78,14 +85,14 @@ def draw_batch_sizes(runs: Runs, scale: Scale, path: Path) -> None:
 
 def draw_stability(runs: Runs, scale: Scale, path: Path) -> None:
     """Draw the loss at every step, one panel for each learning rate."""
-    picture = pictures.figure(11, 3.2)
-    panels = picture.subplots(1, len(scale.deep_rates), sharey=True)
-    for axes, rate in zip(panels, scale.deep_rates, strict=True):
+    picture = pictures.figure(12, 3.2)
+    every = panels(picture, len(scale.deep_rates), sharey=True)
+    for axes, rate in zip(every, scale.deep_rates, strict=True):
         for remedy, colour in zip(REMEDIES, pictures.COLOURS, strict=False):
             name = stability_name(remedy, rate)
             if name in runs:
                 axes.plot(runs[name]["losses"], color=colour, label=remedy, linewidth=1)
         axes.set(title=f"learning rate {rate:g}", xlabel="step")
-    panels[0].set(ylabel="loss", ylim=(None, 14))
-    panels[-1].legend()
+    every[0].set(ylabel="loss, logarithmic", yscale="log")
+    every[-1].legend()
     pictures.save(picture, path)

@@ -91,7 +91,7 @@ FULL = Scale(
     batch_steps=800,
     deep=Size(12, 128, 4),
     deep_steps=80,
-    deep_rates=(1e-3, 4e-3, 1.6e-2, 6.4e-2),
+    deep_rates=(1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.256),
 )
 QUICK = Scale(
     vocabulary=600,
