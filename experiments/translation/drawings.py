@@ -16,7 +16,7 @@ from experiments.translation.summary import (
     Runs,
     batch_sizes,
     gains,
-    mean_bleu,
+    mean_score,
     of_size,
     ordered_groups,
     smoothed,
@@ -59,7 +59,7 @@ def _draw_bleu(axes: Axes, runs: Runs, scale: Scale) -> None:
     order = ordered_groups(runs)
     for size, colour in zip(scale.sizes, pictures.COLOURS, strict=False):
         if found := of_size(runs, scale, size):
-            values = [mean_bleu(found, name) for name in order]
+            values = [mean_score(found, name) for name in order]
             axes.plot(values, ".", color=colour, markersize=3, alpha=0.4)
             axes.plot(smoothed(values, WINDOW), color=colour, label=str(size))
     counts = runs["corpus"]["training"]

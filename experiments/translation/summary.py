@@ -21,7 +21,9 @@ BANDS = ("most data", "middle", "least data")
 
 def ordered_groups(runs: Runs) -> list[str]:
     """Return the languages that are scored alone, from the most data to the least."""
-    return [group for group in runs["corpus"]["groups"] if group != FEW]
+    counts = runs["corpus"]["training"]
+    alone = [group for group in runs["corpus"]["groups"] if group != FEW]
+    return sorted(alone, key=lambda name: (-counts[name], name))
 
 
 def bands(runs: Runs) -> dict[str, list[str]]:
@@ -44,9 +46,9 @@ def band_scores(found: Sequence[Run], groups: Sequence[str], kind: str = "bleu")
     return [fmean(run[kind][group] for group in groups) for run in found]
 
 
-def mean_bleu(found: Sequence[Run], group: str) -> float:
-    """Return a language's BLEU, averaged over seeds."""
-    return fmean(run["bleu"][group] for run in found)
+def mean_score(found: Sequence[Run], group: str, kind: str = "bleu") -> float:
+    """Return a language's score, averaged over seeds."""
+    return fmean(run[kind][group] for run in found)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -71,13 +73,13 @@ def baselines(runs: Runs, scale: Scale) -> dict[str, Run]:
     return found
 
 
-def gains(runs: Runs, scale: Scale, size: Size) -> dict[str, float]:
-    """Return BLEU above the bilingual baseline, by language."""
+def gains(runs: Runs, scale: Scale, size: Size, kind: str = "bleu") -> dict[str, float]:
+    """Return the score above that of the bilingual baseline, by language."""
     found = of_size(runs, scale, size)
     if not found:
         return {}
     base = baselines(runs, scale)
-    return {name: mean_bleu(found, name) - run["bleu"][name] for name, run in base.items()}
+    return {name: mean_score(found, name, kind) - run[kind][name] for name, run in base.items()}
 
 
 def batch_sizes(runs: Runs, scale: Scale) -> dict[int, Run]:

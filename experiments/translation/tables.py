@@ -12,6 +12,7 @@ from rich.table import Table
 from experiments.translation.data import FEW
 from experiments.translation.errors import TranslationError
 from experiments.translation.experiment import stability_name
+from experiments.translation.model import Size
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.summary import (
     BANDS,
@@ -52,18 +53,24 @@ class Sheet:
 def size_sheet(runs: Runs, scale: Scale) -> Sheet:
     """BLEU of each size by band of languages: the mean over languages, ± over seeds."""
     groups = bands(runs)
-    columns = ("model", "parameters", "seeds", *groups, "sentence BLEU", "loss", "gain")
+    columns = ("model", "parameters", "seeds", *groups, "gain")
+    columns += ("sentence BLEU", "its gain", "loss")
     rows = []
     for size in scale.sizes:
         if found := of_size(runs, scale, size):
             cells = [spread(band_scores(found, names)) for names in groups.values()]
             every = [name for names in groups.values() for name in names]
-            gained = gains(runs, scale, size).values()
+            cells += [_mean_gain(runs, scale, size, "bleu")]
             cells += [spread(band_scores(found, every, "sentence_bleu"))]
+            cells += [_mean_gain(runs, scale, size, "sentence_bleu")]
             cells += [f"{fmean(run['loss'] for run in found):.3f}"]
-            cells += [f"{fmean(gained):+.1f}" if gained else "–"]
             rows.append((str(size), f"{found[0]['parameters']:,}", str(len(found)), *cells))
     return Sheet("BLEU into English, by data of the language", columns, tuple(rows))
+
+
+def _mean_gain(runs: Runs, scale: Scale, size: Size, kind: str) -> str:
+    gained = gains(runs, scale, size, kind).values()
+    return f"{fmean(gained):+.1f}" if gained else "–"
 
 
 def gain_sheet(runs: Runs, scale: Scale) -> Sheet:

@@ -140,7 +140,7 @@ def test_gains_are_over_the_baseline_with_the_least_validation_loss() -> None:
     short, long = scale.bilingual_steps
     size = scale.sizes[1]
     runs = {
-        "corpus": {"groups": {"de": ["de"], "cs": ["cs"]}},
+        "corpus": {"groups": {"de": ["de"], "cs": ["cs"]}, "training": {"de": 2, "cs": 1}},
         f"multilingual {size} seed 0": scores(de=20.0, cs=9.0),
         f"multilingual {size} seed 1": scores(de=24.0, cs=9.0),
         f"bilingual de {short} steps": scores(de=7.0) | {"validation_loss": 0.5},
@@ -152,7 +152,10 @@ def test_gains_are_over_the_baseline_with_the_least_validation_loss() -> None:
 def test_deep_and_wide_are_compared_seed_by_seed() -> None:
     scale = QUICK
     _, deep, wide, _ = scale.sizes
-    runs = {"corpus": {"groups": {name: [name] for name in "abc"}}}
+    counts = {"a": 9, "c": 1, "b": 5}
+    runs: dict[str, Any] = {
+        "corpus": {"groups": {name: [name] for name in counts}, "training": counts}
+    }
     for seed, lead in ((0, 1.0), (1, -2.0)):
         runs[f"multilingual {deep} seed {seed}"] = scores(a=5.0, b=5.0, c=5.0 + lead)
         runs[f"multilingual {wide} seed {seed}"] = scores(a=5.0, b=5.0, c=5.0)
