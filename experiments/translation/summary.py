@@ -41,6 +41,12 @@ def of_size(runs: Runs, scale: Scale, size: Size) -> list[Run]:
     return [runs[name] for name in names if name in runs]
 
 
+def paired(runs: Runs, scale: Scale, first: Size, second: Size) -> list[tuple[Run, Run]]:
+    """Return the runs of two sizes by seed, where both are finished."""
+    names = [[multilingual_name(size, seed) for size in (first, second)] for seed in scale.seeds]
+    return [(runs[one], runs[two]) for one, two in names if one in runs and two in runs]
+
+
 def band_scores(found: Sequence[Run], groups: Sequence[str], kind: str = "bleu") -> list[float]:
     """Return the mean score of a band of languages for each seed."""
     return [fmean(run[kind][group] for group in groups) for run in found]

@@ -9,13 +9,11 @@ from statistics import fmean
 
 from rich.table import Table
 
-from experiments.translation.data import FEW
 from experiments.translation.errors import TranslationError
 from experiments.translation.experiment import stability_name
 from experiments.translation.model import Size
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.summary import (
-    BANDS,
     Runs,
     band_scores,
     bands,
@@ -23,6 +21,7 @@ from experiments.translation.summary import (
     batch_sizes,
     gains,
     of_size,
+    paired,
     spread,
 )
 
@@ -94,16 +93,13 @@ def gain_sheet(runs: Runs, scale: Scale) -> Sheet:
 def depth_sheet(runs: Runs, scale: Scale) -> Sheet:
     """The deep and the wide model of the same size, seed by seed, at the low-resource end."""
     _, deep, wide, _ = scale.sizes
+    pairs = paired(runs, scale, deep, wide)
     rows = []
-    for band in (*BANDS, FEW):
-        if band not in bands(runs):
-            continue
-        sides = [
-            band_scores(of_size(runs, scale, size), bands(runs)[band]) for size in (deep, wide)
-        ]
-        differences = [a - b for a, b in zip(*sides, strict=False)]
+    for band, names in bands(runs).items():
+        sides = [band_scores(side, names) for side in zip(*pairs, strict=True)]
+        differences = [a - b for a, b in zip(*sides, strict=True)]
         by_seed = ", ".join(f"{difference:+.1f}" for difference in differences)
-        rows.append((band, *map(spread, sides), by_seed))
+        rows.append((band, *(map(spread, sides) if sides else "––"), by_seed))
     columns = ("languages", f"deep {deep}", f"wide {wide}", "deep - wide, by seed")
     return Sheet("Deep and wide models of the same size", columns, tuple(rows))
 
