@@ -79,6 +79,7 @@ def draw_batch_sizes(runs: Runs, scale: Scale, path: Path) -> None:
     for axes, (name, points) in zip(panels(picture, 2), values, strict=True):
         axes.plot(list(found), points, "o-", color=pictures.COLOURS[0])
         axes.set_xscale("log", base=2)
+        axes.set_xticks(list(found), list(map(str, found)))
         axes.set(xlabel="tokens in a batch", ylabel=name)
     pictures.save(picture, path)
 
@@ -93,6 +94,6 @@ def draw_stability(runs: Runs, scale: Scale, path: Path) -> None:
             if name in runs:
                 axes.plot(runs[name]["losses"], color=colour, label=remedy, linewidth=1)
         axes.set(title=f"learning rate {rate:g}", xlabel="step")
-    every[0].set(ylabel="loss, logarithmic", yscale="log")
-    every[-1].legend()
+    every[0].set(ylabel="loss")
+    every[0].legend()
     pictures.save(picture, path)

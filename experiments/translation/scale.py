@@ -26,7 +26,7 @@ class Scale:
     warmup: int
     seeds: tuple[int, ...]  # of the deep and the wide model; the others have the first only
     bilingual_size: Size
-    bilingual_steps: tuple[int, ...]  # the one with the least validation loss is taken
+    bilingual_steps: tuple[int, ...]  # the one with the best BLEU is taken
     bilingual_tokens: int
     num_bilingual: int  # languages, spread evenly over the order by data
     batch_tokens: tuple[int, ...]  # of table 5
