@@ -72,8 +72,8 @@ def spread(values: Sequence[float]) -> str:
 def baselines(runs: Runs, scale: Scale) -> dict[str, Run]:
     """Return the bilingual run of each language that has the best BLEU on the test strings.
 
-    This favours the baselines. The loss of the few validation strings would choose badly: for all
-    models it rises while BLEU still improves.
+    This favours the baselines. The loss of the validation strings chooses the same runs, except for
+    a language with few of them, whose better run it rejects.
     """
     found: dict[str, Run] = {}
     for language in ordered_groups(runs):
