@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ PAPER = "#9aa0a6"  # what a paper reports is grey
 COLOURS = ("#3366cc", "#dc7633", "#2e8b57", "#a569bd", "#c0392b", "#17a2b8")
 
 
+def style() -> AbstractContextManager[None]:
+    """Enclose the drawing of figures: axes and text take their style when they are made."""
+    return mpl.rc_context(STYLE)
+
+
 def figure(width: float = 8.0, height: float = 4.0) -> Figure:
     """Return an empty figure, in inches."""
-    with mpl.rc_context(STYLE):
-        return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(picture: Figure, path: Path) -> None:
     """Write the figure as SVG."""
-    with mpl.rc_context(STYLE):
+    with style():
         picture.savefig(path, format="svg", metadata={"Date": None})

@@ -6,10 +6,12 @@ that tables and pictures are made from the file alone.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -49,13 +51,21 @@ class Results:
         values = dict(run())
         seconds = round(perf_counter() - start, 1)
         made = values | {"seed": seed, "seconds": seconds, "environment": environment()}
-        self._write(self.read() | {name: made})
+        with self._locked():
+            self._write(self.read() | {name: made})
         return made
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from writing: parts of an experiment may run side by side."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _write(self, runs: Mapping[str, Run]) -> None:
         """Replace the file in one step, so that a kill leaves the old or the new one."""
         lines = (f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(runs.items()))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".part")
         unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         unfinished.replace(self.path)

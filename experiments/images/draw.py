@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.images.plan import Scale
@@ -17,7 +16,7 @@ from experiments.images.summary import (
     capacities,
     transfers,
 )
-from experiments.pictures import COLOURS, STYLE, figure, save
+from experiments.pictures import COLOURS, figure, save, style
 
 PARAMETERS = (1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6)
 
@@ -25,7 +24,7 @@ PARAMETERS = (1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6)
 def draw(folder: Path, scale: Scale, runs: Runs) -> list[Path]:
     """Write the pictures that there are results for."""
     pictures = []
-    with mpl.rc_context(STYLE):
+    with style():
         if points := capacities(scale, runs):
             pictures.append(folder / "capacity.svg")
             draw_capacity(pictures[-1], scale.task, points)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.lines import Line2D
 
-from experiments.pictures import COLOURS, PAPER, STYLE, figure, save
+from experiments.pictures import COLOURS, PAPER, figure, save, style
 from experiments.tables import paper, schedules
 from experiments.tables.outcome import (
     Runs,
@@ -31,7 +30,7 @@ POSITIONS = range(len(paper.RANKS))
 
 
 def draw_all(runs: Runs, folder: Path) -> None:
-    with mpl.rc_context(STYLE):  # axes take their style when they are made
+    with style():
         draw_throughput(runs, folder / "throughput.svg")
         draw_links(runs, folder / "links.svg")
         draw_breakdown(runs, folder / "breakdown.svg")

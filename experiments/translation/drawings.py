@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -27,7 +26,7 @@ WINDOW, GAIN_WINDOW = 15, 3  # languages that a point of a smoothed line is the 
 
 def panels(picture: Figure, count: int, *, sharey: bool = False) -> list[Axes]:
     """Return axes side by side, in the style of all pictures."""
-    with mpl.rc_context(pictures.STYLE):
+    with pictures.style():
         return list(picture.subplots(1, count, sharey=sharey, squeeze=False)[0])
 
 
