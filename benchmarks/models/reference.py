@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from stageline.model.own_loss import own_loss
@@ -123,7 +123,9 @@ def _counted_targets(model: nn.Module, inputs: Any) -> list[float]:
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
     ):
-        deepcopy(model)(*args, **kwargs)
+        # copies of buffers, not of the model: one whose attributes have a graph cannot be copied
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        functional_call(model, buffers, args, kwargs)
     return found
 
 
