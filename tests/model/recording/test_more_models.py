@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import stageline as sl
 from stageline.errors import ModelError
 from stageline.model.own_loss import own_loss
 from stageline.model.recording.call_arguments import call_arguments
@@ -274,3 +275,31 @@ def test_a_graph_that_the_forward_differentiates_is_not_cut() -> None:
             return self.head(y) + force.square().mean()
 
     assert assert_parity(Forces) == ["embed", "blocks.1", "blocks.2", "head"]
+
+
+class DroppedEmbedding(nn.Module):
+    """Dropout between two layers, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(9, 4), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.drop(self.embed(ids) + 1.0)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_with_dropout_between_layers_trains_and_evaluates(first: bool) -> None:
+    ids = torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(0))
+    target = torch.zeros(8, 3, 4)
+    model = DroppedEmbedding().train(first)
+    sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "balance": [1, 3]}
+    with sl.Pipeline(
+        model, nn.functional.mse_loss, example_inputs=ids, backend="serial", **sizes
+    ) as pipe:
+        for mode in (first, not first):
+            pipe.train(mode).verify(ids, target)

@@ -164,8 +164,10 @@ class TapeWriter:
             marked.update(names)
         outputs, context = [leaf for leaf in leaves if isinstance(leaf, Tensor)], Context.current()
         for tensor, name in zip(outputs, names, strict=True):
-            # an argument that a module returns as it was, such as the sizes of packed sequences
+            # Integers that a module returns as they were, such as the sizes of packed sequences,
+            # stay what they are. Others do not: dropout returns its argument in evaluation only.
             is_given = isinstance(target, str) and not renamed and id(tensor) in self.tracked
+            is_given = is_given and not tensor.is_floating_point()
             if not (is_given and self.tracked[id(tensor)].name in arguments.values):
                 self._track(tensor, name, number)
         operation = Operation(
