@@ -1,7 +1,7 @@
 """python -m experiments.translation: multilingual translation through a pipeline.
 
-    python -m experiments.translation all               everything, about 45 minutes on one core
-    python -m experiments.translation all --quick       the same with tiny models, two minutes
+    python -m experiments.translation all               everything, an hour and a half on one core
+    python -m experiments.translation --quick all       the same with tiny models, a few minutes
     python -m experiments.translation translate --to de "Enter a valid email address."
 
 Every command goes on where it was interrupted: finished runs are in results.json, and the current
@@ -11,6 +11,7 @@ one resumes from its checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,60 +41,71 @@ from experiments.translation.tables import SHEETS, Sheet, time_facts, write_read
 from experiments.translation.training import Recipe, loaded
 
 HERE = Path(__file__).parent
-HELP = (
-    "Train one Transformer between English and 96 languages through a pipeline. Every command goes "
-    "on where it was interrupted. A first look: all --quick"
-)
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 console = Console(highlight=False)
 
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Tiny models: a look at the command in seconds.")
-]
-Folder = Annotated[
-    Path, typer.Option(help="Where results, pictures and, in runs/, checkpoints are kept.")
-]
-Catalogues = Annotated[
-    list[Path] | None,
-    typer.Option("--catalogues", help="A folder of .mo or .po files to add; repeatable."),
-]
-Languages = Annotated[
-    list[str] | None,
-    typer.Option("--language", help="Use this language only; repeatable. All by default."),
-]
+
+@dataclass(frozen=True)
+class Place:
+    """The size of the experiments, their data, and where results and checkpoints are."""
+
+    folder: Path
+    is_quick: bool
+    catalogues: Sequence[Path]
+    languages: Sequence[str]
+
+    @property
+    def scale(self) -> Scale:
+        return QUICK if self.is_quick else FULL
+
+    @property
+    def results(self) -> Results:
+        """The results; those of tiny models are among the runs, which are not committed."""
+        name = "runs/quick.json" if self.is_quick else "results.json"
+        return Results(self.folder / name)
+
+    def open(self) -> Experiment:
+        """Read the data."""
+        runs = self.folder / "runs"
+        with console.status("reading catalogues and learning the vocabulary"):
+            data = load_data(runs, self.scale.vocabulary, self.catalogues, self.languages)
+        return Experiment(data, self.scale, runs, self.results, console)
 
 
-def scale_of(quick: bool) -> Scale:
-    return QUICK if quick else FULL
+@app.callback()
+def choose(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny models: a look at the command in seconds.")
+    ] = False,
+    catalogues: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder of .mo or .po files to add; repeatable."),
+    ] = None,
+    language: Annotated[
+        list[str] | None,
+        typer.Option(help="Use this language only; repeatable. All by default."),
+    ] = None,
+    folder: Annotated[
+        Path,
+        typer.Option(
+            file_okay=False, help="Where results, pictures and, in runs/, checkpoints are kept."
+        ),
+    ] = HERE,
+) -> None:
+    """Train one Transformer between English and 96 languages through a pipeline.
 
+    Every command goes on where it was interrupted.
 
-def results_of(folder: Path, quick: bool) -> Results:
-    """Return the results; those of tiny models are among the runs, which are not committed."""
-    return Results(folder / "runs" / "quick.json" if quick else folder / "results.json")
-
-
-def opened(
-    folder: Path,
-    quick: bool,
-    catalogues: Sequence[Path] | None,
-    languages: Sequence[str] | None,
-) -> Experiment:
-    """Return the experiment of a command's options."""
-    scale, runs = scale_of(quick), folder / "runs"
-    with console.status("reading catalogues and learning the vocabulary"):
-        data = load_data(runs, scale.vocabulary, catalogues or (), languages or ())
-    return Experiment(data, scale, runs, results_of(folder, quick), console)
+    Example: python -m experiments.translation --quick all
+    """
+    context.obj = Place(folder, quick, catalogues or (), language or ())
 
 
 @app.command()
-def corpus(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def corpus(context: typer.Context) -> None:
     """Print how many strings each language has, after cleaning, by part."""
-    data = opened(folder, quick, catalogues, language).data
+    data = context.obj.open().data
     facts = corpus_facts(data)
     table = Table(title="Pairs with English after cleaning", row_styles=["", "dim"])
     for column in ("language", *data.corpus.parts, "short enough to train on", "scored"):
@@ -112,14 +124,9 @@ def corpus(
 
 
 @app.command()
-def train(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def train(context: typer.Context) -> None:
     """Train a model into English and from it, and print its BLEU into English by language."""
-    experiment = opened(folder, quick, catalogues, language)
+    experiment: Experiment = context.obj.open()
     recipe = experiment.scale.both_ways
     record_corpus(experiment)
     run = experiment.test("both ways", recipe)
@@ -162,49 +169,30 @@ show_stability = partial(
 
 
 @app.command()
-def figure3(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def figure3(context: typer.Context) -> None:
     """Compare four sizes of model with bilingual baselines, and a deep with a wide model."""
-    show_figure3(opened(folder, quick, catalogues, language))
+    show_figure3(context.obj.open())
 
 
 @app.command()
-def batch_size(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def batch_size(context: typer.Context) -> None:
     """Train with batches over a factor of 16, at the same optimizer settings: table 5."""
-    show_batch_size(opened(folder, quick, catalogues, language))
+    show_batch_size(context.obj.open())
 
 
 @app.command()
-def stability(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def stability(context: typer.Context) -> None:
     """Train a deep model with and without scaled initialisation and clipped logits."""
-    show_stability(opened(folder, quick, catalogues, language))
+    show_stability(context.obj.open())
 
 
 @app.command()
 def parity(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
+    context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
 ) -> None:
     """Train in four partitions and in one; exit with 1 unless all parameters have equal bits."""
-    experiment = opened(folder, quick, catalogues, language)
-    show_parity(experiment, steps)
+    show_parity(context.obj.open(), steps)
 
 
 def show_parity(experiment: Experiment, steps: int = 5) -> None:
@@ -225,16 +213,13 @@ def show_parity(experiment: Experiment, steps: int = 5) -> None:
 
 @app.command()
 def translate(
+    context: typer.Context,
     text: Annotated[str, typer.Argument(help="The sentence.")],
     to: Annotated[str, typer.Option(help="Target language, such as de, or en.")] = "en",
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses kept; 1 is greedy.")] = 4,
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
 ) -> None:
     """Translate a sentence with the checkpoint of `train`."""
-    experiment = opened(folder, quick, catalogues, language)
+    experiment: Experiment = context.obj.open()
     data: Data = experiment.data
     layers = loaded(experiment.scale.both_ways, data, experiment.runs)
     search = greedy if beam == 1 else partial(beam_search, beam=beam)
@@ -243,12 +228,13 @@ def translate(
 
 
 @app.command()
-def report(folder: Folder = HERE, quick: Quick = False) -> None:
+def report(context: typer.Context) -> None:
     """Print all tables and draw all pictures from the results; nothing is trained.
 
     The README in the folder gets its tables from here.
     """
-    scale, results = scale_of(quick), results_of(folder, quick)
+    place: Place = context.obj
+    scale, results = place.scale, place.results
     runs = results.read()
     if "corpus" not in runs:
         raise typer.BadParameter(f"{str(results.path)!r} has no results: run `all` first")
@@ -258,25 +244,20 @@ def report(folder: Folder = HERE, quick: Quick = False) -> None:
     draw_figure3(runs, scale, results.path.parent / "figure3.svg")
     draw_batch_sizes(runs, scale, results.path.parent / "batch_size.svg")
     draw_stability(runs, scale, results.path.parent / "stability.svg")
-    readme = folder / "README.md"
-    if not quick and readme.exists():
+    readme = place.folder / "README.md"
+    if not place.is_quick and readme.exists():
         write_readme(readme, sheets, time_facts(runs))
 
 
 @app.command("all")
-def run_all(
-    catalogues: Catalogues = None,
-    language: Languages = None,
-    folder: Folder = HERE,
-    quick: Quick = False,
-) -> None:
+def run_all(context: typer.Context) -> None:
     """Run train, parity, stability, batch-size and figure3, and write the report."""
-    train(catalogues, language, folder, quick)
-    experiment = opened(folder, quick, catalogues, language)
+    train(context)
+    experiment: Experiment = context.obj.open()
     show_parity(experiment)
     for show in (show_stability, show_batch_size, show_figure3):
         show(experiment)
-    report(folder, quick)
+    report(context)
 
 
 def main() -> None:

@@ -22,7 +22,9 @@ from experiments.translation.errors import TranslationError
 
 ENGLISH = "en"
 PARTS = ("training", "validation", "test")
-SHARES = (0.83, 0.05, 0.12)  # of the English strings
+# Where each part begins, as a share of the English strings in the order of their hashes. Settings
+# were chosen by the scores of the last 12 %: so those are trained on, and test strings are others.
+BORDERS = ((0.0, "training"), (0.71, "test"), (0.83, "validation"), (0.88, "training"))
 MIN_TEST_STRINGS = 30  # BLEU of a language with fewer is not reported alone
 
 
@@ -111,6 +113,4 @@ def part_of(english: str) -> str:
     """
     digest = hashlib.blake2b(key(clean(english)).encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "little") / 2**64
-    if place < SHARES[0]:
-        return "training"
-    return "validation" if place < SHARES[0] + SHARES[1] else "test"
+    return next(part for begin, part in reversed(BORDERS) if place >= begin)

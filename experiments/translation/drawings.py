@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import pictures
-from experiments.translation.experiment import stability_name
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.summary import (
     Runs,
     batch_sizes,
     gains,
     mean_score,
+    of_remedy,
     of_size,
     ordered_groups,
     smoothed,
@@ -73,10 +73,13 @@ def draw_batch_sizes(runs: Runs, scale: Scale, path: Path) -> None:
     """Draw BLEU and loss over the size of batches."""
     picture = pictures.figure(7, 3)
     found = batch_sizes(runs, scale)
-    bleu = [fmean(run["bleu"].values()) for run in found.values()]
-    values = (("mean BLEU", bleu), ("loss", [run["loss"] for run in found.values()]))
+    bleu = [[fmean(run["bleu"].values()) for run in every] for every in found.values()]
+    loss = [[run["loss"] for run in every] for every in found.values()]
+    values = (("mean BLEU", bleu), ("loss", loss))
     for axes, (name, points) in zip(panels(picture, 2), values, strict=True):
-        axes.plot(list(found), points, "o-", color=pictures.COLOURS[0])
+        for place, every in zip(found, points, strict=True):
+            axes.plot([place] * len(every), every, ".", color=pictures.COLOURS[0], alpha=0.5)
+        axes.plot(list(found), [*map(fmean, points)], "-", color=pictures.COLOURS[0])
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(found), list(map(str, found)))
         axes.set(xlabel="tokens in a batch", ylabel=name)
@@ -89,9 +92,9 @@ def draw_stability(runs: Runs, scale: Scale, path: Path) -> None:
     every = panels(picture, len(scale.deep_rates), sharey=True)
     for axes, rate in zip(every, scale.deep_rates, strict=True):
         for remedy, colour in zip(REMEDIES, pictures.COLOURS, strict=False):
-            name = stability_name(remedy, rate)
-            if name in runs:
-                axes.plot(runs[name]["losses"], color=colour, label=remedy, linewidth=1)
+            for number, run in enumerate(of_remedy(runs, scale, remedy, rate)):
+                label = None if number else remedy
+                axes.plot(run["losses"], color=colour, label=label, linewidth=0.8, alpha=0.7)
         axes.set(title=f"learning rate {rate:g}", xlabel="step")
     every[0].set(ylabel="loss")
     every[0].legend()

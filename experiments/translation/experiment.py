@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,16 +53,16 @@ def multilingual_name(size: Size, seed: int) -> str:
     return f"multilingual {size} seed {seed}"
 
 
-def bilingual_name(language: str, steps: int) -> str:
-    return f"bilingual {language} {steps} steps"
+def bilingual_name(language: str, steps: int, seed: int) -> str:
+    return f"bilingual {language} {steps} steps seed {seed}"
 
 
-def batch_size_name(num_tokens: int) -> str:
-    return f"batch of {num_tokens}"
+def batch_size_name(num_tokens: int, seed: int) -> str:
+    return f"batch of {num_tokens} seed {seed}"
 
 
-def stability_name(remedy: str, rate: float) -> str:
-    return f"stability {rate:g} {remedy}"
+def stability_name(remedy: str, rate: float, seed: int) -> str:
+    return f"stability {rate:g} {remedy} seed {seed}"
 
 
 def bilingual_languages(data: Data, count: int) -> list[str]:
@@ -74,30 +76,28 @@ def run_figure3(experiment: Experiment) -> None:
     """Train the multilingual models of all sizes and seeds, and the bilingual baselines."""
     scale = experiment.scale
     record_corpus(experiment)
-    for seed in scale.seeds:
-        for size in (size for size in scale.sizes if seed in scale.seeds_of(size)):
-            experiment.test(multilingual_name(size, seed), scale.multilingual(size, seed))
-    for language in bilingual_languages(experiment.data, scale.num_bilingual):
-        for steps in scale.bilingual_steps:
-            recipe = scale.bilingual(language, steps)
-            experiment.test(bilingual_name(language, steps), recipe)
+    for seed, size in product(scale.seeds, scale.sizes):
+        experiment.test(multilingual_name(size, seed), scale.multilingual(size, seed))
+    languages = bilingual_languages(experiment.data, scale.num_bilingual)
+    for each in product(languages, scale.bilingual_steps, scale.seeds):
+        experiment.test(bilingual_name(*each), scale.bilingual(*each))
 
 
 def run_batch_size(experiment: Experiment) -> None:
     """Train one model with batches of different sizes, for the same number of steps."""
+    scale = experiment.scale
     record_corpus(experiment)
-    for num_tokens in experiment.scale.batch_tokens:
-        recipe = experiment.scale.batch_size(num_tokens)
-        experiment.test(batch_size_name(num_tokens), recipe)
+    for each in product(scale.batch_tokens, scale.seeds):
+        experiment.test(batch_size_name(*each), scale.batch_size(*each))
 
 
 def run_stability(experiment: Experiment) -> None:
     """Train a deep model with and without the two remedies, at several learning rates."""
-    for rate in experiment.scale.deep_rates:
-        for remedy in REMEDIES:
-            recipe = experiment.scale.stability(remedy, rate)
-            name = stability_name(remedy, rate)
-            experiment.run(name, recipe, lambda recipe=recipe: losses(experiment, recipe))  # type: ignore[misc]
+    scale = experiment.scale
+    for seed, rate, remedy in product(scale.seeds, scale.deep_rates, REMEDIES):
+        recipe = scale.stability(remedy, rate, seed)
+        make = partial(losses, experiment, recipe)
+        experiment.run(stability_name(remedy, rate, seed), recipe, make)
 
 
 def losses(experiment: Experiment, recipe: Recipe) -> dict[str, Any]:

@@ -24,9 +24,9 @@ class Scale:
     sizes: tuple[Size, ...]  # the smallest; deep and wide of the same size; the largest
     steps: int
     warmup: int
-    seeds: tuple[int, ...]  # of the deep and the wide model; the others have the first only
+    seeds: tuple[int, ...]  # of everything but `both_ways`, which has the first only
     bilingual_size: Size
-    bilingual_steps: tuple[int, ...]  # the one with the best BLEU is taken
+    bilingual_steps: tuple[int, ...]  # the one with the best BLEU on validation strings is taken
     bilingual_tokens: int
     num_bilingual: int  # languages, spread evenly over the order by data
     batch_tokens: tuple[int, ...]  # of table 5
@@ -40,14 +40,11 @@ class Scale:
         """The model that `train` trains and `translate` uses: into English and from it."""
         return replace(self.multilingual(self.sizes[-1], self.seeds[0]), share=0.5)
 
-    def seeds_of(self, size: Size) -> tuple[int, ...]:
-        return self.seeds if size in self.sizes[1:3] else self.seeds[:1]
-
     def multilingual(self, size: Size, seed: int) -> Recipe:
         """Return the recipe of a model from all languages into English, as the paper's."""
         return Recipe(size, self.steps, self.width, warmup=self.warmup, seed=seed)
 
-    def bilingual(self, language: str, steps: int) -> Recipe:
+    def bilingual(self, language: str, steps: int, seed: int) -> Recipe:
         """Return the recipe of a baseline from one language into English."""
         return Recipe(
             self.bilingual_size,
@@ -55,20 +52,28 @@ class Scale:
             self.width,
             language,
             self.bilingual_tokens,
+            seed=seed,
             warmup=min(self.warmup, steps // 4),
         )
 
-    def batch_size(self, num_tokens: int) -> Recipe:
-        size, steps = self.sizes[0], self.batch_steps
-        return Recipe(size, steps, self.width, batch_tokens=num_tokens, warmup=self.warmup)
+    def batch_size(self, num_tokens: int, seed: int) -> Recipe:
+        return Recipe(
+            self.sizes[0],
+            self.batch_steps,
+            self.width,
+            batch_tokens=num_tokens,
+            seed=seed,
+            warmup=self.warmup,
+        )
 
-    def stability(self, remedy: str, rate: float) -> Recipe:
+    def stability(self, remedy: str, rate: float, seed: int) -> Recipe:
         """Return a recipe without warm-up and without clipping of gradients."""
         return Recipe(
             self.deep,
             self.deep_steps,
             self.width,
             batch_tokens=512,
+            seed=seed,
             rate=rate,
             warmup=0,
             max_norm=None,
@@ -80,7 +85,7 @@ FULL = Scale(
     vocabulary=3000,
     width=64,
     sizes=(Size(1, 128, 4), Size(4, 128, 4), Size(2, 448, 8), Size(4, 448, 8)),
-    steps=1500,
+    steps=3000,
     warmup=40,
     seeds=(0, 1, 2),
     bilingual_size=Size(1, 128, 4),

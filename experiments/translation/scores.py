@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import sacrebleu
+
+
+class Texts(NamedTuple):
+    """Translations and what they should be."""
+
+    hypotheses: Sequence[str]
+    references: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,10 @@ def score(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     return Score(round(whole, 4), round(mean(parts), 4))
 
 
-def write_translations(
-    folder: Path, name: str, hypotheses: Sequence[str], references: Sequence[str]
-) -> None:
+def write_translations(folder: Path, texts: Mapping[str, Texts]) -> None:
     """Write what `python -m sacrebleu NAME.references -i NAME.hypotheses` takes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for kind, lines in (("hypotheses", hypotheses), ("references", references)):
-        text = "".join(f"{line}\n" for line in lines)
-        (folder / f"{name}.{kind}").write_text(text, encoding="utf-8")
+    for name, both in texts.items():
+        for kind, lines in both._asdict().items():
+            text = "".join(f"{line}\n" for line in lines)
+            (folder / f"{name}.{kind}").write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from experiments.results import Run
@@ -11,6 +11,7 @@ from experiments.translation.experiment import (
     batch_size_name,
     bilingual_name,
     multilingual_name,
+    stability_name,
 )
 from experiments.translation.model import Size
 from experiments.translation.scale import Scale
@@ -37,8 +38,7 @@ def bands(runs: Runs) -> dict[str, list[str]]:
 
 def of_size(runs: Runs, scale: Scale, size: Size) -> list[Run]:
     """Return the multilingual runs of a size that are finished, one for each seed."""
-    names = [multilingual_name(size, seed) for seed in scale.seeds_of(size)]
-    return [runs[name] for name in names if name in runs]
+    return _finished(runs, (multilingual_name(size, seed) for seed in scale.seeds))
 
 
 def paired(runs: Runs, scale: Scale, first: Size, second: Size) -> list[tuple[Run, Run]]:
@@ -57,7 +57,7 @@ def mean_score(found: Sequence[Run], group: str, kind: str = "bleu") -> float:
     return fmean(run[kind][group] for run in found)
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 1) -> str:
     """Return the mean, with the standard deviation of a single value if there are several.
 
     >>> spread([20.0, 22.0]), spread([20.0])
@@ -65,23 +65,28 @@ def spread(values: Sequence[float]) -> str:
     """
     if not values:
         return "–"
-    mean = f"{fmean(values):.1f}"
-    return f"{mean} ± {stdev(values):.1f}" if len(values) > 1 else mean
+    mean = f"{fmean(values):.{digits}f}"
+    return f"{mean} ± {stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def baselines(runs: Runs, scale: Scale) -> dict[str, Run]:
-    """Return the bilingual run of each language that has the best BLEU on the test strings.
+def baselines(runs: Runs, scale: Scale) -> dict[str, list[Run]]:
+    """Return the bilingual runs of each language, one for each seed.
 
-    This favours the baselines. The loss of the validation strings chooses the same runs, except for
-    a language with few of them, whose better run it rejects.
+    They have the number of steps with the best mean BLEU on the validation strings.
     """
-    found: dict[str, Run] = {}
+    found: dict[str, list[Run]] = {}
     for language in ordered_groups(runs):
-        names = [bilingual_name(language, steps) for steps in scale.bilingual_steps]
-        if all(name in runs for name in names):
-            every = [runs[name] for name in names]
-            found[language] = max(every, key=lambda run: run["bleu"][language])
+        by_steps = [
+            _finished(runs, (bilingual_name(language, steps, seed) for seed in scale.seeds))
+            for steps in scale.bilingual_steps
+        ]
+        if all(by_steps):
+            found[language] = max(by_steps, key=_validation_bleu)
     return found
+
+
+def _validation_bleu(found: Sequence[Run]) -> float:
+    return fmean(run["validation_bleu"] for run in found)
 
 
 def gains(runs: Runs, scale: Scale, size: Size, kind: str = "bleu") -> dict[str, float]:
@@ -90,12 +95,28 @@ def gains(runs: Runs, scale: Scale, size: Size, kind: str = "bleu") -> dict[str,
     if not found:
         return {}
     base = baselines(runs, scale)
-    return {name: mean_score(found, name, kind) - run[kind][name] for name, run in base.items()}
+    return {
+        name: mean_score(found, name, kind) - mean_score(alone, name, kind)
+        for name, alone in base.items()
+    }
 
 
-def batch_sizes(runs: Runs, scale: Scale) -> dict[int, Run]:
-    names = {count: batch_size_name(count) for count in scale.batch_tokens}
-    return {count: runs[name] for count, name in names.items() if name in runs}
+def batch_sizes(runs: Runs, scale: Scale) -> dict[int, list[Run]]:
+    """Return the runs of each size of batches that are finished, one for each seed."""
+    every = {
+        count: _finished(runs, (batch_size_name(count, seed) for seed in scale.seeds))
+        for count in scale.batch_tokens
+    }
+    return {count: found for count, found in every.items() if found}
+
+
+def of_remedy(runs: Runs, scale: Scale, remedy: str, rate: float) -> list[Run]:
+    """Return the runs of a remedy at a learning rate that are finished, one for each seed."""
+    return _finished(runs, (stability_name(remedy, rate, seed) for seed in scale.seeds))
+
+
+def _finished(runs: Runs, names: Iterable[str]) -> list[Run]:
+    return [runs[name] for name in names if name in runs]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

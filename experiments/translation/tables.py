@@ -10,7 +10,6 @@ from statistics import fmean
 from rich.table import Table
 
 from experiments.translation.errors import TranslationError
-from experiments.translation.experiment import stability_name
 from experiments.translation.model import Size
 from experiments.translation.scale import REMEDIES, Scale
 from experiments.translation.summary import (
@@ -20,6 +19,7 @@ from experiments.translation.summary import (
     baselines,
     batch_sizes,
     gains,
+    of_remedy,
     of_size,
     paired,
     spread,
@@ -62,7 +62,7 @@ def size_sheet(runs: Runs, scale: Scale) -> Sheet:
             cells += [_mean_gain(runs, scale, size, "bleu")]
             cells += [spread(band_scores(found, every, "sentence_bleu"))]
             cells += [_mean_gain(runs, scale, size, "sentence_bleu")]
-            cells += [f"{fmean(run['loss'] for run in found):.3f}"]
+            cells += [spread([run["loss"] for run in found], 2)]
             rows.append((str(size), f"{found[0]['parameters']:,}", str(len(found)), *cells))
     return Sheet("BLEU into English, by data of the language", columns, tuple(rows))
 
@@ -81,10 +81,10 @@ def gain_sheet(runs: Runs, scale: Scale) -> Sheet:
         (
             name,
             str(runs["corpus"]["training"][name]),
-            f"{run['bleu'][name]:.1f}",
+            spread([run["bleu"][name] for run in alone]),
             *(f"{found[name]:+.1f}" for found in gained.values()),
         )
-        for name, run in base.items()
+        for name, alone in base.items()
     )
     columns = ("language", "training pairs", "bilingual BLEU", *gained)
     return Sheet("Gain over bilingual baselines", columns, rows)
@@ -110,12 +110,12 @@ def batch_sheet(runs: Runs, scale: Scale) -> Sheet:
     rows = tuple(
         (
             f"{count:,}",
-            f"{run['loss']:.3f}",
-            f"{fmean(run['bleu'].values()):.1f}",
-            f"{run['bleu']['de']:.1f}" if "de" in run["bleu"] else "–",
+            spread([run["loss"] for run in found], 2),
+            spread([fmean(run["bleu"].values()) for run in found]),
+            spread([run["bleu"]["de"] for run in found if "de" in run["bleu"]]),
             theirs,
         )
-        for (count, run), theirs in zip(batch_sizes(runs, scale).items(), paper, strict=False)
+        for (count, found), theirs in zip(batch_sizes(runs, scale).items(), paper, strict=False)
     )
     columns = ("tokens in a batch", "loss", "BLEU", "BLEU of German", "the paper's, German")
     return Sheet("Batch size, at the same optimizer settings and steps", columns, rows)
@@ -125,11 +125,11 @@ def stability_sheet(runs: Runs, scale: Scale) -> Sheet:
     """Loss at the end and the worst rise of the loss, for each remedy and learning rate."""
     rows = []
     for remedy in REMEDIES:
-        names = [stability_name(remedy, rate) for rate in scale.deep_rates]
-        cells = [
-            f"{runs[name]['final']:.2f} ({runs[name]['worst_rise']:.2f})" if name in runs else "–"
-            for name in names
-        ]
+        cells = []
+        for rate in scale.deep_rates:
+            found = of_remedy(runs, scale, remedy, rate)
+            final, rise = ([run[name] for run in found] for name in ("final", "worst_rise"))
+            cells.append(f"{spread(final, 2)} ({spread(rise, 2)})")
         rows.append((remedy, *cells))
     columns = ("remedy", *(f"rate {rate:g}" for rate in scale.deep_rates))
     title = f"{scale.deep} without warm-up: final loss (worst rise above the least before)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from experiments.translation.model import (
     smoothed_loss,
     translation_model,
 )
-from experiments.translation.scores import Score, score, write_translations
+from experiments.translation.scores import Texts, score, write_translations
 
 TEMPERATURE = 5.0  # the paper's
 SMOOTHING = 0.1
@@ -155,8 +155,9 @@ def tested(recipe: Recipe, data: Data, runs: Path) -> dict[str, Any]:
     """Train a model and return its size, its loss and its scores on the test strings."""
     with trained(recipe, data, runs) as pipe:
         chosen = data.only(recipe.language) if recipe.language else data
-        folder = place(recipe, data, runs) / "translations"
-        scores = evaluate(pipe.layers, chosen, folder)
+        texts = translations(pipe.layers, chosen, "test")
+        write_translations(place(recipe, data, runs) / "translations", texts)
+        scores = {group: score(*both) for group, both in texts.items()}
         return {
             "recipe": recipe.name,
             "key": recipe.key(data),
@@ -165,17 +166,21 @@ def tested(recipe: Recipe, data: Data, runs: Path) -> dict[str, Any]:
             "validation_loss": round(mean_loss(pipe.layers, chosen, "validation"), 4),
             "bleu": {group: found.corpus for group, found in scores.items()},
             "sentence_bleu": {group: found.sentence for group, found in scores.items()},
+            **(validation_score(pipe.layers, chosen) if recipe.language else {}),
         }
 
 
-def evaluate(
-    layers: sl.LayerSequence, data: Data, folder: Path, search: Search = beam_search
-) -> Mapping[str, Score]:
-    """Translate the test strings of all languages into English; return scores by group.
+def validation_score(layers: sl.LayerSequence, data: Data) -> dict[str, float]:
+    """Return the BLEU by which a baseline's number of steps is chosen."""
+    (both,) = translations(layers, data, "validation").values()
+    return {"validation_bleu": score(*both).corpus}
 
-    Translations and references are written to `folder`, as files for sacrebleu's own command.
-    """
-    found = {name: data.held_out("test", name) for name in data.corpus.languages}
+
+def translations(
+    layers: sl.LayerSequence, data: Data, part: str, search: Search = beam_search
+) -> dict[str, Texts]:
+    """Translate the strings of a part from all languages into English, by group of languages."""
+    found = {name: data.held_out(part, name) for name in data.corpus.languages}
     sources = [example.source for every in found.values() for _, example in every]
     results = track(
         translate_all(layers, sources, search), "translating", total=len(sources), transient=True
@@ -183,13 +188,13 @@ def evaluate(
     tokens = dict(results)
     texts = (data.vocabulary.text(tokens[number]) for number in range(len(sources)))
     hypotheses = {name: list(islice(texts, len(every))) for name, every in found.items()}
-    scores = {}
-    for group, names in data.groups.items():
-        ours = [text for name in names for text in hypotheses[name]]
-        references = [pair.english for name in names for pair, _ in found[name]]
-        write_translations(folder, group, ours, references)
-        scores[group] = score(ours, references)
-    return scores
+    return {
+        group: Texts(
+            [text for name in names for text in hypotheses[name]],
+            [pair.english for name in names for pair, _ in found[name]],
+        )
+        for group, names in data.groups.items()
+    }
 
 
 @torch.no_grad()

@@ -68,17 +68,22 @@ def test_accuracy_counts_the_logits_of_the_head_and_every_image(tmp_path: Path) 
     assert not torch.equal(logits, auxiliary)
 
 
-# Ends without warning in the third batch: one checkpoint is complete by then.
+# Ends without warning in the third batch, as soon as one checkpoint is complete: saves go on in the
+# background.
 KILLED = """
-import os, signal
+import os, signal, sys, time
+from pathlib import Path
 from experiments.images import batches
 from experiments.images.__main__ import app
 
 calls, original = [], batches.cut_out
+folder = Path(sys.argv[sys.argv.index("--folder") + 1])
 
 def cut_out(*arguments):
     calls.append(arguments)
     if len(calls) == 3:
+        while not list(folder.glob("runs/*/step-????????")):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*arguments)
 

@@ -402,6 +402,29 @@ def test_a_dropout_whose_probability_changes_is_reproducible_at_once() -> None:
     pipe.close()
 
 
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return mse_loss(nn.functional.dropout(output, 0.5), target)
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_loss_that_draws_is_reproducible_from_the_first_step_on(backend: str) -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    gradients = []
+    for num_ranks in (1, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        with Pipeline(
+            model, noisy_loss, num_ranks=num_ranks, num_microbatches=4, backend=backend
+        ) as pipe:
+            pipe.step(*batch)
+            pipe.step(*batch)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, three in zip(*gradients, strict=True):
+        assert one is not None
+        assert three is not None
+        assert torch.equal(one, three)
+
+
 class Again(nn.Module):
     """One weight that is used several times."""
 

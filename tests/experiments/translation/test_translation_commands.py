@@ -13,7 +13,7 @@ import pytest
 import sacrebleu
 from experiments.translation import __main__ as command
 from experiments.translation.scale import QUICK
-from experiments.translation.scores import score, write_translations
+from experiments.translation.scores import Texts, score, write_translations
 from experiments.translation.summary import gains
 from experiments.translation.tables import depth_sheet, write_readme
 from typer.testing import CliRunner, Result
@@ -24,8 +24,8 @@ HYPOTHESES = ["the page was not found", "enter a date", "no", "the file ¤ is to
 REFERENCES = ["the page is not found", "enter a valid date", "yes", "the file ¤ is too large."]
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(command.app, arguments)
+def run(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(command.app, ["--folder", str(folder), *SMALL, *arguments])
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def results(folder: Path) -> dict[str, Any]:
 
 def kill_after_a_checkpoint(name: str, folder: Path) -> None:
     """Start a command in a process of its own, and kill it once it has saved a checkpoint."""
-    arguments = [sys.executable, "-m", "experiments.translation", name, *SMALL]
+    arguments = [sys.executable, "-m", "experiments.translation", *SMALL]
     with subprocess.Popen(
-        [*arguments, "--folder", str(folder)],
+        [*arguments, "--folder", str(folder), name],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         stdout=subprocess.DEVNULL,
@@ -67,12 +67,12 @@ def test_a_command_that_was_killed_goes_on_to_the_same_results(name: str, tmp_pa
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     kill_after_a_checkpoint(name, killed)
     for folder in (killed, undisturbed):
-        assert run(name, *SMALL, "--folder", str(folder)).exit_code == 0
+        assert run(folder, name).exit_code == 0
     assert results(killed) == results(undisturbed)
 
 
 def test_scores_are_those_of_the_sacrebleu_command(tmp_path: Path) -> None:
-    write_translations(tmp_path, "de", HYPOTHESES, REFERENCES)
+    write_translations(tmp_path, {"de": Texts(HYPOTHESES, REFERENCES)})
     arguments = [str(tmp_path / "de.references"), "-i", str(tmp_path / "de.hypotheses")]
     printed = subprocess.run(
         [sys.executable, "-m", "sacrebleu", *arguments, "-b", "-w", "4"],
@@ -91,33 +91,33 @@ def test_the_sentence_score_is_the_mean_over_sentences() -> None:
 
 
 def test_a_trained_model_translates_a_sentence_with_its_checkpoint(tmp_path: Path) -> None:
-    arguments = ("--to", "de", *SMALL, "--folder", str(tmp_path))
-    before = run("translate", "Hello %s", *arguments)
+    arguments = (tmp_path, "translate", "--to", "de", "Hello %s")
+    before = run(*arguments)
     assert before.exit_code == 1
     assert "has no checkpoint" in str(before.exception)
-    trained = run("train", *SMALL, "--folder", str(tmp_path))
+    trained = run(tmp_path, "train")
     assert "corpus BLEU" in trained.output
-    after = run("translate", "Hello %s", *arguments)
+    after = run(*arguments)
     assert after.exit_code == 0
-    assert run("translate", "Hello %s", *arguments).output == after.output
-    unknown = run("translate", "Hello", "--to", "xx", *SMALL, "--folder", str(tmp_path))
+    assert run(*arguments).output == after.output
+    unknown = run(tmp_path, "translate", "Hello", "--to", "xx")
     assert "'xx', but the model has only de, en, lb" in str(unknown.exception)
 
 
 def test_four_partitions_have_the_bits_of_one(tmp_path: Path) -> None:
-    found = run("parity", *SMALL, "--folder", str(tmp_path), "--steps", "2")
+    found = run(tmp_path, "parity", "--steps", "2")
     assert found.exit_code == 0, found.output
     assert "none" in found.output
 
 
 def test_the_corpus_is_counted(tmp_path: Path) -> None:
-    printed = run("corpus", *SMALL, "--folder", str(tmp_path)).output
+    printed = run(tmp_path, "corpus").output
     assert "2 languages" in printed
     assert "with others" in printed  # lb has few test strings
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path: Path) -> None:
-    found = run("report", "--folder", str(tmp_path))
+    found = run(tmp_path, "report")
     assert found.exit_code == 2
     assert "run `all` first" in " ".join(found.output.replace("│", " ").split())
 
@@ -127,15 +127,15 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path) -> None:
     path.parent.mkdir()
     other = {"key": "0", "recipe": "an older one", "seed": 0}
     path.write_text(json.dumps({"both ways": other}))
-    found = run("train", *SMALL, "--folder", str(tmp_path))
+    found = run(tmp_path, "train")
     assert "'both ways' of another recipe (an older one)" in str(found.exception)
 
 
-def scores(**bleu: float) -> dict[str, Any]:
-    return {"bleu": bleu}
+def scores(validation_bleu: float = 0.0, **bleu: float) -> dict[str, Any]:
+    return {"bleu": bleu, "validation_bleu": validation_bleu}
 
 
-def test_gains_are_over_the_better_baseline() -> None:
+def test_gains_are_over_the_baseline_that_validation_strings_choose() -> None:
     scale = QUICK
     short, long = scale.bilingual_steps
     size = scale.sizes[1]
@@ -143,10 +143,12 @@ def test_gains_are_over_the_better_baseline() -> None:
         "corpus": {"groups": {"de": ["de"], "cs": ["cs"]}, "training": {"de": 2, "cs": 1}},
         f"multilingual {size} seed 0": scores(de=20.0, cs=9.0),
         f"multilingual {size} seed 1": scores(de=24.0, cs=9.0),
-        f"bilingual de {short} steps": scores(de=7.0),
-        f"bilingual de {long} steps": scores(de=11.0),
+        f"bilingual de {short} steps seed 0": scores(de=7.0, validation_bleu=3.0),
+        f"bilingual de {short} steps seed 1": scores(de=8.0, validation_bleu=8.0),
+        f"bilingual de {long} steps seed 0": scores(de=11.0, validation_bleu=6.0),
+        f"bilingual de {long} steps seed 1": scores(de=5.0, validation_bleu=6.0),
     }
-    assert gains(runs, scale, size) == {"de": 22.0 - 11.0}
+    assert gains(runs, scale, size) == {"de": 22.0 - 8.0}
 
 
 def test_deep_and_wide_are_compared_seed_by_seed() -> None:
