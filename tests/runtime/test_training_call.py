@@ -303,3 +303,25 @@ def test_hooks_on_weights_are_called_as_in_a_plain_loop() -> None:
         torch.autograd.grad(pipe(x).sum(), x)
     assert len(seen["inner"]) == 2
     pipe.close()
+
+
+class Constant(nn.Module):
+    """Returns its weight, whatever its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.weight
+
+
+def test_an_output_in_evaluation_is_part_of_no_graph_even_if_it_is_a_weight() -> None:
+    with Pipeline(
+        nn.Sequential(nn.Linear(4, 4), Constant()), mse_loss, num_ranks=2, num_microbatches=2
+    ) as pipe:
+        assert pipe(torch.ones(4, 4)).requires_grad
+        pipe.eval()
+        output = pipe(torch.ones(4, 4))
+    assert torch.equal(output, torch.ones(4, 3))
+    assert not output.requires_grad

@@ -95,5 +95,9 @@ def _close(watch: FailureWatch, outgoing: Outgoing) -> None:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return an error's first sentence: before it gloo has a place in C++, behind it advice."""
+    """Return an error's first sentence: before it gloo has a place in C++, behind it advice.
+
+    >>> _first_sentence(RuntimeError("[pair.cc:9] Connection closed by peer. See\\n[the manual]"))
+    'Connection closed by peer'
+    """
     return re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
