@@ -107,7 +107,9 @@ def made(folder: Path) -> dict[str, Any]:
 def test_a_command_that_is_killed_goes_on_to_the_same_result(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     arguments = [sys.executable, "-c", KILLED, "--quick", "--folder", str(folder), "train"]
-    killed = subprocess.run(arguments, cwd=ROOT, env=os.environ | PATHS, check=False, timeout=100)
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # the bits depend on it
+    environment = os.environ | PATHS | threads
+    killed = subprocess.run(arguments, cwd=ROOT, env=environment, check=False, timeout=100)
     assert killed.returncode == -signal.SIGKILL
     assert not (folder / "results.json").exists()
     assert "resuming from step" in invoke(folder, "train")

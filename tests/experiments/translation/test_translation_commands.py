@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import sacrebleu
+import torch
 from experiments.translation import __main__ as command
 from experiments.translation.scale import QUICK
 from experiments.translation.scores import Texts, score, write_translations
@@ -44,7 +45,9 @@ def kill_after_a_checkpoint(name: str, folder: Path) -> None:
     with subprocess.Popen(
         [*arguments, "--folder", str(folder), name],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+        | {"OMP_NUM_THREADS": str(torch.get_num_threads())},  # the bits depend on it
         stdout=subprocess.DEVNULL,
     ) as process:
         while not list(folder.glob("runs/*/step-????????")):
