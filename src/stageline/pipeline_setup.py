@@ -88,7 +88,8 @@ def open_pipeline(
     settings = _settings(loss_fn, modes, functions, options)
     connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
     here = ranks_of_process(connected, order)
-    layout = Layout(layers, order, stages, devices_by_rank, here, tuple(costs))
+    uses_threads = backend == "threads"
+    layout = Layout(layers, order, stages, devices_by_rank, here, tuple(costs), uses_threads)
     return open_session(layout, settings, connected, options.seed, init_fn)
 
 

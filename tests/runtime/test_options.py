@@ -375,11 +375,10 @@ class Noisy(nn.Module):
         return nn.functional.dropout(y, self.chance) if self.chance else y
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_layer_that_starts_to_draw_is_an_error_and_observed_afterwards(backend: str) -> None:
+def test_a_layer_that_starts_to_draw_is_noticed_in_threads_and_observed_afterwards() -> None:
     noisy = Noisy()
     model = nn.Sequential(noisy, nn.Tanh(), nn.Linear(6, 3))
-    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend)
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend="threads")
     batch = torch.randn(8, 6), torch.randn(8, 3)
     pipe.step(*batch)
     noisy.chance = 0.5
@@ -388,6 +387,53 @@ def test_a_layer_that_starts_to_draw_is_an_error_and_observed_afterwards(backend
     pipe.verify(*batch)  # and without a word
     pipe.step(*batch)
     pipe.close()
+
+
+def test_a_layer_that_starts_to_draw_is_reproducible_at_once_if_one_rank_runs_at_a_time() -> None:
+    noisy = Noisy()
+    model = nn.Sequential(noisy, nn.Tanh(), nn.Linear(6, 3))
+    pipe = Pipeline(model, mse_loss, num_ranks=3, num_microbatches=4, backend="serial")
+    batch = torch.randn(8, 6), torch.randn(8, 3)
+    pipe.step(*batch)
+    noisy.chance = 0.5
+    before = torch.get_rng_state()
+    pipe.verify(*batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    pipe.close()
+
+
+class Uniform(nn.Module):
+    """Adds noise from an operator that is called below torch's functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ops.aten.rand(list(x.shape))
+
+
+class Sampled(nn.Module):
+    """Draws in several functions, also one that takes no generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.3) + torch.randn_like(x) + 0.1 * torch.rand(x.shape)
+        heads = x.view(1, 1, *x.shape)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3)
+        return attended.view(x.shape) + torch.full_like(x.detach(), 0.5).bernoulli_()
+
+
+@pytest.mark.parametrize("kind", [Uniform, Sampled])
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_whatever_a_layer_draws_with_is_reproducible_in_every_step(
+    kind: type[nn.Module], backend: str, recompute: str
+) -> None:
+    """Threads see all operators in a first step, and in later ones only what they have to."""
+    model = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6), kind(), nn.Linear(6, 6))
+    batch = torch.rand(8, 6), torch.randn(8, 6)
+    with Pipeline(
+        model, mse_loss, num_ranks=3, num_microbatches=4, backend=backend, recompute=recompute
+    ) as pipe:
+        for _ in range(3):
+            pipe.verify(*batch)
+            pipe.step(*batch)
 
 
 def test_a_dropout_whose_probability_changes_is_reproducible_at_once() -> None:

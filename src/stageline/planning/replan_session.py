@@ -98,7 +98,4 @@ def _move(
         state.restore_groups(layout.parameters())
     move_to_devices(layers, layout.device_of_layer, optimizer)
     tied = TiedWeights.of(layers, layout.device_of_layer)
-    trusts = all(stage.deterministic_layers.trusts for stage in old.stages)
     session.assembly = assemble(layout, old.settings, collectives, tied, None)
-    for stage in session.assembly.stages:
-        stage.deterministic_layers.trusts &= trusts

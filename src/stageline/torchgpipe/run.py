@@ -55,7 +55,7 @@ class Runner:
     def _num_draws(self) -> int:
         """Return how many forwards of layers have drawn random numbers so far."""
         stages = session_of(self.pipe).assembly.stages
-        return sum(stage.deterministic_layers.num_draws for stage in stages)
+        return sum(stage.draws.num_draws for stage in stages)
 
 
 def _reverse_backwards(session: Session) -> None:

@@ -96,7 +96,7 @@ def reduce_tied(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:  # n
     yield key
     loop = run.loop
     exchange_gradients(loop.tied, loop.layout, loop.replicas.collectives)
-    loop.tied.add_gradients(loop.layout.tied_on(run.rank))
+    loop.tied.add_gradients(loop.tied_on[run.rank])
     loop.replicas.start_tied()
 
 

@@ -54,6 +54,7 @@ class Loop:
         self.inputs = [inputs_of(stage) for stage in stages]
         self.first_reads = first_reads(stages)
         self.tasks = tasks_of(period, stages)
+        self.tied_on = [*map(layout.tied_on, range(len(self.tasks)))]
         self.stages_of_rank = [sorted({t.action.stage for t in row}) for row in self.tasks]
         self.used_weights = UsedWeights(layout.layers, stages, [*map(self.depth_of, stages)])
         self.values_of_message = {

@@ -20,13 +20,13 @@ import torch
 from stageline.errors import ModelError, StageError
 from stageline.runtime.backends.backend import Backend, Running
 from stageline.runtime.backends.processes.agreement import check_agreement
-from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.engine.assembly import Assembly
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose, Stream
 from stageline.runtime.engine.recorder import Recorder, Recording
 from stageline.runtime.engine.run_everywhere import everywhere
 from stageline.runtime.exactness.state_values import are_equal_generators, global_generators
+from stageline.runtime.exactness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.materialise import UninitializedTensor, check_initialized
@@ -122,8 +122,11 @@ class Session:
             self._check_no_gradients()
         self.is_streaming = stream.is_open
         stages = self.assembly.stages
-        trusts = [stage.deterministic_layers.trusts for stage in stages]
+        watched = [s.draws for s in stages if isinstance(s.draws, WatchedDraws)]
+        trusts = [draws.trusts for draws in watched]
         try:
+            for draws in watched:  # in a stream, the caller may draw from torch's generator too
+                draws.trusts = draws.trusts and not stream.is_open
             self._begin(loop, stream)
             with self._shared_buffers_unchanged(), self._generators_watched(stream):
                 yield
@@ -135,11 +138,11 @@ class Session:
             self.is_streaming = False
             if stream.optimizers is not None:
                 stream.optimizers.end()
-            for stage, trusted in zip(stages, trusts, strict=True):
+            for stage in stages:
                 stage.versions = stage.unchanged_weights = None
                 stage.statistics.clear()
-                if stream.is_open:
-                    stage.deterministic_layers.trusts = trusted
+            for draws, trusted in zip(watched, trusts, strict=True):
+                draws.trusts = trusted
             if stream.is_open:
                 self._clear_gradients()
             self._record(loop, stream)
@@ -160,13 +163,9 @@ class Session:
         if stream.is_open:
             self._watch_weights()
             for stage in self.assembly.stages:
-                if self.assembly.layout.is_here(stage.numbers[0]):
-                    if self.assembly.is_asynchronous:
-                        stage.keep_versions(loop.depth_of(stage))
-                    # with threads, the caller may draw from torch's generator at any time
-                    stage.deterministic_layers.trusts &= not isinstance(
-                        self.backend, ThreadsBackend
-                    )
+                is_here = self.assembly.layout.is_here(stage.numbers[0])
+                if is_here and self.assembly.is_asynchronous:
+                    stage.keep_versions(loop.depth_of(stage))
 
     def _watch_weights(self) -> None:
         """Watch for hooks that change weights while micro-batches are on their way."""
@@ -242,7 +241,8 @@ class Session:
         yield
         if stream.is_open:
             return
-        if not torch.equal(torch.get_rng_state(), before):
+        uses_threads = self.assembly.layout.uses_threads
+        if uses_threads and not torch.equal(torch.get_rng_state(), before):
             self._stop_trusting()
         if self.assembly.layout.schedule.num_stages > 1 and not are_equal_generators(
             global_generators(), of_host
@@ -252,7 +252,8 @@ class Session:
     def _stop_trusting(self) -> None:
         """Watch all layers: one that drew nothing before has begun to draw."""
         for stage in self.assembly.stages:
-            stage.deterministic_layers.trusts = False
+            if isinstance(stage.draws, WatchedDraws):
+                stage.draws.watches_all = True
         warnings.warn(
             "random numbers were drawn from torch's own generator during a step, by a layer that "
             "drew none before, or by another thread of yours: in this step they depend on timing; "

@@ -10,6 +10,7 @@ runs its forward again, or is refused if this would change its state twice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
@@ -208,12 +209,10 @@ def refused_gradients(weights: Iterable[Tensor], stage: str) -> Iterator[Forward
     """Raise ModelError if a backward inside a forward brings gradients to weights."""
     found = list(weights)
     before = [weight.grad for weight in found]
-    versions = [_version(gradient) for gradient in before]
+    changes = _num_changes(before)
     yield []
-    if any(
-        weight.grad is not gradient or _version(gradient) != version
-        for weight, gradient, version in zip(found, before, versions, strict=True)
-    ):
+    after = [weight.grad for weight in found]
+    if any(map(operator.is_not, before, after)) or _num_changes(after) != changes:
         raise ModelError(
             f"a backward() inside the forward of {stage!r} added to the gradients of weights, but "
             "none did in the first step, so these were not kept apart from those of other "
@@ -228,8 +227,9 @@ def add_forward_gradients(gradients: ForwardGradients) -> None:
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else version_of(tensor)
+def _num_changes(gradients: Iterable[Tensor | None]) -> int:
+    """Return how often gradients were changed in place, all together."""
+    return sum(version_of(gradient) for gradient in gradients if gradient is not None)
 
 
 def _may_use_forward_mode(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ class Layout:
     devices: tuple[torch.device | None, ...]  # by rank
     ranks_here: frozenset[int]  # the ranks that run in this process
     costs: tuple[float, ...] = ()  # of the layers, by which they were cut
+    uses_threads: bool = False  # the ranks of this process run at the same time
 
     def with_stages(self, stages: Sequence[range]) -> Layout:
         """Return the layout with other layers in the same stages."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 
 from stageline.model import trees
 from stageline.model.layers import Value
+from stageline.model.named_places import replaced_parameters
 from stageline.runtime.devices import moved
 from stageline.runtime.exactness.in_place import Mark, StageInput
 from stageline.runtime.exactness.inner_gradients import (
@@ -23,7 +23,7 @@ from stageline.runtime.exactness.inner_gradients import (
     refused_gradients,
 )
 from stageline.runtime.exactness.layer_state import StateSnapshot
-from stageline.runtime.exactness.randomness import LayerRandomness, RandomKey
+from stageline.runtime.exactness.randomness import RandomKey
 from stageline.runtime.stage.forward_kind import ForwardKind, running
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
@@ -45,7 +45,8 @@ def may_repeat(stage: Stage, args: ForwardArgs, *, again: bool = False) -> bool:
     This may turn out to be wrong for its layers. `again`: it is a recomputation, which drops none.
     """
     is_dropped = args.recompute and not again
-    return args.in_halves or stage.is_fused or args.offload or is_dropped
+    is_moved = args.offload and stage.host_memory is not None
+    return args.in_halves or stage.is_fused or is_moved or is_dropped
 
 
 def run_forward(
@@ -185,15 +186,10 @@ class ForwardPass:
             self.interceptor.layer = LOSS_NUMBER
 
     def _run_layer(self, layer: StageLayer, aliases: dict[str, Tensor] | None) -> None:
-        module, deterministic = layer.module, self.stage.deterministic_layers
         self.stage.running_layer = layer.name
         given = [self.values[value] for value in layer.sources]
-        if deterministic.is_deterministic(module):
-            result = _call(module, aliases, given)
-        else:
-            with LayerRandomness(self._key(layer.name)) as randomness:
-                result = _call(module, aliases, given)
-            deterministic.record(module, drew=randomness.drew)
+        with self.stage.draws.of_layer(layer.module, self._key(layer.name)):
+            result = _call(layer.module, aliases, given)
         self.values.update(zip(layer.writes, layer.layer.written(result), strict=True))
 
     def _loss(self) -> Tensor:
@@ -201,13 +197,8 @@ class ForwardPass:
         assert target is not None  # this is the last stage
         stage.running_layer = LOSS
         output = self.values[stage.layers.output]
-        if stage.deterministic_layers.trusts and target.loss_fn in stage.deterministic_losses:
+        with stage.draws.of_loss(target.loss_fn, self._key(LOSS)):
             return target.loss(output, stage.device)
-        with LayerRandomness(self._key(LOSS)) as randomness:
-            loss = target.loss(output, stage.device)
-        if not randomness.drew:
-            stage.deterministic_losses.add(target.loss_fn)
-        return loss
 
     def _key(self, name: str) -> RandomKey:
         args = self.args
@@ -244,10 +235,11 @@ class ForwardPass:
         return {value: trees.map_leaves(trees.identity, self.values[value]) for value in kept}
 
 
-def _call(module: nn.Module, aliases: dict[str, Tensor] | None, given: list[Any]) -> Any:
+def _call(module: nn.Module, aliases: Mapping[str, Tensor] | None, given: list[Any]) -> Any:
     if not aliases:
         return module(*given)
-    return functional_call(module, aliases, tuple(given), tie_weights=False)
+    with replaced_parameters(module, aliases):
+        return module(*given)
 
 
 def _drop(_: Any) -> Tensor:

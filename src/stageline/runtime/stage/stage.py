@@ -16,8 +16,9 @@ from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.in_place import InPlaceChanges
 from stageline.runtime.exactness.inner_gradients import InnerGradients, add_forward_gradients
 from stageline.runtime.exactness.layer_state import LayerState, restored
-from stageline.runtime.exactness.randomness import DeterministicLayers
+from stageline.runtime.exactness.randomness import Draws, SeededDraws
 from stageline.runtime.exactness.tied_weights import TiedWeights
+from stageline.runtime.exactness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd
@@ -54,6 +55,8 @@ class Stage:
         accumulate: str = "exact",
         device: torch.device | None = None,
         host_memory: HostMemory | None = None,
+        *,
+        uses_threads: bool = False,
     ) -> None:
         self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
@@ -69,9 +72,8 @@ class Stage:
         self.statistics = RunningStatistics.of(modules.values(), batch_norm)
         self.in_place = self._in_place_changes()
         self.inner_gradients = InnerGradients(modules)
-        is_on_cpu = device is None or device.type == "cpu"
-        self.deterministic_layers = DeterministicLayers(modules.values(), trusts=is_on_cpu)
-        self.deterministic_losses: set[object] = set()  # functions that were seen to draw nothing
+        kind = WatchedDraws if uses_threads else SeededDraws
+        self.draws: Draws = kind(modules.values(), device)
         self.layer_state = LayerState(modules.values(), has_norms=batch_norm == "microbatch")
         self.recomputation = Recomputation()
         self.versions: Versions | None = None  # of its weights, if several are in use at a time

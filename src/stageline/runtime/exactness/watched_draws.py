@@ -1,0 +1,243 @@
+"""Reproducible randomness for ranks that are threads, which share torch's default generators.
+
+Layers must not draw from those, so random operators are intercepted and passed a generator of the
+layer's own: below autograd, by the tag that torch gives them. Seeing every operator costs about
+8 µs each, in Python, where ranks wait for each other. So a layer is observed in this way when it
+first runs, and then no more than its random numbers need:
+
+    it drew nothing                nothing is seen, as long as torch's own generator does not move
+    it drew in known functions     its functions are seen, at 1 µs each, and the operators in these
+    it drew elsewhere              every operator is seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from functools import cache, partial
+from threading import Lock
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  as everybody calls it
+
+from stageline.model.function_interceptor import FunctionInterceptor
+from stageline.runtime.devices import default_generators
+from stageline.runtime.exactness.randomness import (
+    RandomKey,
+    is_random,
+    is_same_state,
+    layer_seed,
+    may_draw,
+)
+from stageline.runtime.exactness.recomputed_draws import keep_for_recomputation
+from stageline.torch_private import TorchDispatchMode, takes_generator
+
+DEFAULT_GENERATOR = Lock()  # guards torch's default generators, for operators that take no other
+DRAWING: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.rrelu,
+        F.gumbel_softmax,
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch.dropout,
+        torch.bernoulli,
+        torch.multinomial,
+        torch.normal,
+        torch.rand,
+        torch.rand_like,
+        torch.randint,
+        torch.randint_like,
+        torch.randn,
+        torch.randn_like,
+        torch.randperm,
+        Tensor.bernoulli,
+        Tensor.bernoulli_,
+        Tensor.exponential_,
+        Tensor.multinomial,
+        Tensor.normal_,
+        Tensor.random_,
+        Tensor.uniform_,
+    }
+)
+
+
+class Drew(Enum):
+    """Where a layer drew random numbers when it was observed."""
+
+    NOTHING = "it drew none"
+    IN_FUNCTIONS = "in functions of DRAWING"
+    ELSEWHERE = "also elsewhere"
+
+
+class WatchedDraws:
+    """Draws where other threads draw at the same time. State: observations, a count and two flags.
+
+    A layer is observed anew if it is switched to training or the probability of a dropout in it
+    changes. `trusts`: torch's default generator would show if a layer that drew nothing draws after
+    all. `watches_all`: it has shown it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device | None) -> None:
+        self.random_parts = {m: [p for p in m.modules() if is_random(p)] for m in modules}
+        self.deterministic = {module for module in self.random_parts if not may_draw(module)}
+        self.observed: dict[object, Drew] = {}
+        self.trusts = device is None or device.type == "cpu"
+        self.watches_all = False
+        self.num_draws = 0
+
+    def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
+        if module in self.deterministic:
+            return nullcontext()
+        probabilities = [
+            (part.training, getattr(part, "p", None), getattr(part, "dropout", None))
+            for part in self.random_parts[module]
+        ]
+        mode = module.training, torch.is_grad_enabled(), tuple(probabilities)
+        return self._watched((module, mode), key)
+
+    def of_loss(self, loss_fn: object, key: RandomKey) -> AbstractContextManager[Any]:
+        return self._watched(loss_fn, key)
+
+    def _watched(self, drawer: object, key: RandomKey) -> AbstractContextManager[Any]:
+        drew = None if self.watches_all else self.observed.get(drawer)
+        if drew is Drew.NOTHING and self.trusts:
+            return nullcontext()
+        if drew is None or drew is Drew.ELSEWHERE:
+            return self._all_operators(drawer, key)
+        return self._in_functions(key)
+
+    @contextmanager
+    def _all_operators(self, drawer: object, key: RandomKey) -> Iterator[None]:
+        randomness = LayerRandomness(key)
+        with randomness, _DrawingFunctions(randomness):
+            yield
+        self.num_draws += randomness.drew
+        found = Drew.IN_FUNCTIONS if randomness.drew else Drew.NOTHING
+        self.observed[drawer] = Drew.ELSEWHERE if randomness.drew_elsewhere else found
+
+    @contextmanager
+    def _in_functions(self, key: RandomKey) -> Iterator[None]:
+        randomness = LayerRandomness(key)
+        with _DrawingFunctions(randomness):
+            yield
+        self.num_draws += randomness.drew
+
+
+class _DrawingFunctions(FunctionInterceptor):
+    """Runs functions that draw with all of their operators seen."""
+
+    def __init__(self, randomness: LayerRandomness) -> None:
+        super().__init__()
+        self.randomness = randomness
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in DRAWING:
+            return func(*args, **kwargs)
+        with self.randomness.in_function():
+            return func(*args, **kwargs)
+
+
+class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Within it, all random operators draw from a generator that is seeded by a layer's key.
+
+    State: a generator for each device that was drawn on, whether any was, and whether that was
+    outside of the functions that are known to draw. If states of generators are given, each
+    operator draws from the next of them.
+    """
+
+    def __init__(self, key: RandomKey, states: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.key, self.drew, self.drew_elsewhere = key, False, False
+        self.is_entered = self.is_in_function = False
+        self.states = iter(states)
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __enter__(self) -> Self:
+        self.is_entered = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_entered = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_function(self) -> Iterator[None]:
+        """See the operators of a function that is known to draw."""
+        self.is_in_function = True
+        try:
+            with nullcontext() if self.is_entered else self:
+                yield
+        finally:
+            self.is_in_function = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_random_operator(func) or kwargs.get("generator"):
+            return func(*args, **kwargs)
+        generator = self._generator(_device(args, kwargs))
+        keep_for_recomputation(generator, partial(LayerRandomness, self.key))
+        if takes_generator(func):
+            self._record_draw()
+            return func(*args, **kwargs | {"generator": generator})
+        # Attention is one of these, and draws only if it has a dropout.
+        before = generator.get_state()
+        result = _call_with_default(generator, lambda: func(*args, **kwargs))
+        if not is_same_state(before, generator.get_state()):
+            self._record_draw()
+        return result
+
+    def _record_draw(self) -> None:
+        self.drew = True
+        self.drew_elsewhere = self.drew_elsewhere or not self.is_in_function
+
+    def restart(self, key: RandomKey) -> None:
+        """Draw from generators with another key from now on."""
+        self.key = key
+        self.generators.clear()
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(layer_seed(*self.key))
+        if (state := next(self.states, None)) is not None:
+            self.generators[device].set_state(state)
+        return self.generators[device]
+
+
+@cache
+def _is_random_operator(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    tensors = (arg for arg in args if isinstance(arg, Tensor))
+    found = next(tensors, None)
+    return found.device if found is not None else torch.device(kwargs.get("device") or "cpu")
+
+
+def _call_with_default(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Give torch's default generator this one's state during a call that takes no generator."""
+    default = default_generators(generator.device)[-1]
+    with DEFAULT_GENERATOR:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return call()
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
