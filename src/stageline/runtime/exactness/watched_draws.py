@@ -3,11 +3,14 @@
 Layers must not draw from those, so random operators are intercepted and passed a generator of the
 layer's own: below autograd, by the tag that torch gives them. Seeing every operator costs about
 8 µs each, in Python, where ranks wait for each other. So a layer is observed in this way when it
-first runs, and then no more than its random numbers need:
+first runs, and if it drew once more, and then no more than its random numbers need:
 
     it drew nothing                nothing is seen, as long as torch's own generator does not move
     it drew in known functions     its functions are seen, at 1 µs each, and the operators in these
     it drew elsewhere              every operator is seen
+
+While functions are seen, torch's attention does not take its fast path, which has other bits. It
+never does in training, so that is where functions are seen.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from stageline.runtime.exactness.recomputed_draws import keep_for_recomputation
 from stageline.torch_private import TorchDispatchMode, takes_generator
 
 DEFAULT_GENERATOR = Lock()  # guards torch's default generators, for operators that take no other
+FAST_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 DRAWING: frozenset[Callable[..., Any]] = frozenset(
     {
         F.dropout,
@@ -74,6 +78,7 @@ class Drew(Enum):
     """Where a layer drew random numbers when it was observed."""
 
     NOTHING = "it drew none"
+    SOMEWHERE = "it is not known yet where"
     IN_FUNCTIONS = "in functions of DRAWING"
     ELSEWHERE = "also elsewhere"
 
@@ -89,6 +94,10 @@ class WatchedDraws:
     def __init__(self, modules: Iterable[nn.Module], device: torch.device | None) -> None:
         self.random_parts = {m: [p for p in m.modules() if is_random(p)] for m in modules}
         self.deterministic = {module for module in self.random_parts if not may_draw(module)}
+        self.attention = {
+            m: [p for p in m.modules() if isinstance(p, FAST_IN_EVALUATION)]
+            for m in self.random_parts
+        }
         self.observed: dict[object, Drew] = {}
         self.trusts = device is None or device.type == "cpu"
         self.watches_all = False
@@ -102,34 +111,49 @@ class WatchedDraws:
             for part in self.random_parts[module]
         ]
         mode = module.training, torch.is_grad_enabled(), tuple(probabilities)
-        return self._watched((module, mode), key)
+        sees_functions = all(part.training for part in self.attention[module])
+        return self._watched((module, mode), key, sees_functions=sees_functions)
 
     def of_loss(self, loss_fn: object, key: RandomKey) -> AbstractContextManager[Any]:
-        return self._watched(loss_fn, key)
+        return self._watched(loss_fn, key, sees_functions=True)
 
-    def _watched(self, drawer: object, key: RandomKey) -> AbstractContextManager[Any]:
+    def _watched(
+        self, drawer: object, key: RandomKey, *, sees_functions: bool
+    ) -> AbstractContextManager[Any]:
         drew = None if self.watches_all else self.observed.get(drawer)
         if drew is Drew.NOTHING and self.trusts:
             return nullcontext()
-        if drew is None or drew is Drew.ELSEWHERE:
+        if not sees_functions or drew is None or drew is Drew.ELSEWHERE:
             return self._all_operators(drawer, key)
-        return self._in_functions(key)
+        if drew is Drew.SOMEWHERE:
+            return self._operators_and_functions(drawer, key)
+        return self._in_functions(drawer, key)
 
     @contextmanager
     def _all_operators(self, drawer: object, key: RandomKey) -> Iterator[None]:
-        randomness = LayerRandomness(key)
-        with randomness, _DrawingFunctions(randomness):
+        with LayerRandomness(key) as randomness:
             yield
         self.num_draws += randomness.drew
-        found = Drew.IN_FUNCTIONS if randomness.drew else Drew.NOTHING
-        self.observed[drawer] = Drew.ELSEWHERE if randomness.drew_elsewhere else found
+        if self.observed.get(drawer) is not Drew.ELSEWHERE:
+            self.observed[drawer] = Drew.SOMEWHERE if randomness.drew else Drew.NOTHING
 
     @contextmanager
-    def _in_functions(self, key: RandomKey) -> Iterator[None]:
+    def _operators_and_functions(self, drawer: object, key: RandomKey) -> Iterator[None]:
+        with LayerRandomness(key) as randomness, _DrawingFunctions(randomness):
+            yield
+        self.num_draws += randomness.drew
+        if randomness.drew:
+            is_elsewhere = randomness.drew_elsewhere
+            self.observed[drawer] = Drew.ELSEWHERE if is_elsewhere else Drew.IN_FUNCTIONS
+
+    @contextmanager
+    def _in_functions(self, drawer: object, key: RandomKey) -> Iterator[None]:
         randomness = LayerRandomness(key)
         with _DrawingFunctions(randomness):
             yield
         self.num_draws += randomness.drew
+        if randomness.drew and self.observed[drawer] is Drew.NOTHING:
+            self.observed[drawer] = Drew.SOMEWHERE
 
 
 class _DrawingFunctions(FunctionInterceptor):
