@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from stageline.model.own_loss import own_loss
 from stageline.model.recording.call_arguments import call_arguments
-from stageline.runtime.exactness.randomness import layer_seed
+from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 
 
 def plain_losses(

@@ -406,7 +406,8 @@ class Uniform(nn.Module):
     """Adds noise from an operator that is called below torch's functions."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.ops.aten.rand(list(x.shape))
+        noise: Tensor = torch.ops.aten.rand(list(x.shape))
+        return x + noise
 
 
 class Sampled(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.model.layers import LayerSequence
-from stageline.runtime.exactness.randomness import layer_seed
+from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.torch_private import BatchNormBase
 
 Batch = tuple[Any, Tensor]  # inputs (a dict if they are named) and target

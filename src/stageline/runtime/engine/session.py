@@ -25,8 +25,8 @@ from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose, Stream
 from stageline.runtime.engine.recorder import Recorder, Recording
 from stageline.runtime.engine.run_everywhere import everywhere
+from stageline.runtime.exactness.randomness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.state_values import are_equal_generators, global_generators
-from stageline.runtime.exactness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.materialise import UninitializedTensor, check_initialized

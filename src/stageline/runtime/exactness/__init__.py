@@ -1,7 +1,6 @@
 """Make a pipelined step equal, bit for bit, to a plain loop.
 
 randomness            random numbers by seed, step, micro-batch and layer name
-recomputed_draws      the same numbers where a layer's own checkpoint runs a function again
 batch_norm            running statistics over micro-batches
 tied_weights          weights that several layers share
 weight_aliases        parameters that take the place of a weight in a layer

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import Value
-from stageline.runtime.exactness.randomness import is_of_torch
+from stageline.runtime.exactness.randomness.seeded_draws import is_of_torch
 from stageline.runtime.exactness.strided_copy import exact_copy, share_memory
 from stageline.torch_private import has_forward_hooks, version_of
 

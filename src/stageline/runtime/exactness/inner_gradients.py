@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.randomness import is_of_torch
+from stageline.runtime.exactness.randomness.seeded_draws import is_of_torch
 from stageline.torch_private import (
     has_hooks,
     is_forward_mode_active,

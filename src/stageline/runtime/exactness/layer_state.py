@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.randomness import is_of_torch
+from stageline.runtime.exactness.randomness.seeded_draws import is_of_torch
 from stageline.runtime.exactness.state_values import (
     GlobalGenerators,
     are_equal_generators,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stageline.errors import ModelError
 from stageline.model import trees
 from stageline.model.layers import Layer, LayerSequence
-from stageline.runtime.exactness.randomness import layer_seed
+from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.runtime.placement.rebuild_buffers import (
     initialize_module,
     initializing_models,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.model.layers import LayerSequence
-from stageline.runtime.exactness.randomness import layer_seed
+from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.torch_private import is_persistent, version_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from stageline.runtime.exactness.inner_gradients import (
     refused_gradients,
 )
 from stageline.runtime.exactness.layer_state import StateSnapshot
-from stageline.runtime.exactness.randomness import RandomKey
+from stageline.runtime.exactness.randomness.seeded_draws import RandomKey
 from stageline.runtime.stage.forward_kind import ForwardKind, running
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs

@@ -16,9 +16,9 @@ from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.in_place import InPlaceChanges
 from stageline.runtime.exactness.inner_gradients import InnerGradients, add_forward_gradients
 from stageline.runtime.exactness.layer_state import LayerState, restored
-from stageline.runtime.exactness.randomness import Draws, SeededDraws
+from stageline.runtime.exactness.randomness.seeded_draws import Draws, SeededDraws
+from stageline.runtime.exactness.randomness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.tied_weights import TiedWeights
-from stageline.runtime.exactness.watched_draws import WatchedDraws
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd

@@ -1,8 +1,8 @@
-"""Reproducible randomness: a layer draws by seed, step, micro-batch and its own name alone.
+"""Seed torch's generators before each layer, by seed, step, micro-batch and the layer's name.
 
 So a dropout mask is the same wherever the layer runs, in whichever order, and when its forward is
-recomputed. If one rank at a time runs in this process, torch's default generators are seeded before
-each layer. Threads share these generators, so there layers draw from others (`watched_draws.py`).
+recomputed. This is enough where one rank at a time runs in a process. Threads share the generators,
+so there layers draw from others (`watched_draws.py`).
 """
 
 from __future__ import annotations

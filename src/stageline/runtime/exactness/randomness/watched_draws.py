@@ -1,4 +1,4 @@
-"""Reproducible randomness for ranks that are threads, which share torch's default generators.
+"""Give layers generators of their own where ranks are threads, which share torch's generators.
 
 Layers must not draw from those, so random operators are intercepted and passed a generator of the
 layer's own: below autograd, by the tag that torch gives them. Seeing every operator costs about
@@ -28,14 +28,14 @@ from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
 from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.runtime.devices import default_generators
-from stageline.runtime.exactness.randomness import (
+from stageline.runtime.exactness.randomness.recomputed_draws import keep_for_recomputation
+from stageline.runtime.exactness.randomness.seeded_draws import (
     RandomKey,
     is_random,
     is_same_state,
     layer_seed,
     may_draw,
 )
-from stageline.runtime.exactness.recomputed_draws import keep_for_recomputation
 from stageline.torch_private import TorchDispatchMode, takes_generator
 
 DEFAULT_GENERATOR = Lock()  # guards torch's default generators, for operators that take no other

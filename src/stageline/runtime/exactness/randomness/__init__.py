@@ -1,0 +1,1 @@
+"""Reproducible randomness: a layer draws by seed, step, micro-batch and its own name alone."""
