@@ -3,60 +3,100 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import stageline as sl
-from stageline.zoo.transformer import SinusoidalEmbedding
+from stageline.zoo.transformer import FeedForward, SinusoidalEmbedding
 
 
-class Decoder(nn.Module):
-    """A block of a decoder: causal attention to itself, and attention to the encoder's output."""
+class Attention(nn.Module):
+    """Attention from `x` to `memory`."""
 
-    mask: Tensor
-
-    def __init__(self, width: int, heads: int, length: int) -> None:
+    def __init__(self, width: int, heads: int, *, is_causal: bool = False) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-        self.block = nn.TransformerDecoderLayer(width, heads, 4 * width, **sizes)
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        self.register_buffer("mask", mask, persistent=False)
+        self.heads, self.is_causal = heads, is_causal
+        self.queries, self.outward = nn.Linear(width, width), nn.Linear(width, width)
+        self.keys_and_values = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        y: Tensor = self.block(x, memory, tgt_mask=self.mask, tgt_is_causal=True)
-        return y
+        queries = self.queries(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        both = self.keys_and_values(memory).unflatten(-1, (2, self.heads, -1))
+        keys, values = both.permute(2, 0, 3, 1, 4)  # (part, sample, head, position, …)
+        y = scaled_dot_product_attention(queries, keys, values, is_causal=self.is_causal)
+        result: Tensor = self.outward(y.transpose(1, 2).flatten(2))
+        return result
+
+
+class SharedEmbedding(nn.Module):
+    """The first layer of an encoder-decoder: one embedding for its source and its target.
+
+    With a second embedding in the middle, torch's zero-bubble schedules fail ("backward through the
+    graph a second time"): they split a backward only if every weight is behind a stage's input.
+    """
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embed = SinusoidalEmbedding(vocabulary, width)
+
+    def forward(self, source: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embed(source), self.embed(query)
+
+
+class EncoderBlock(nn.Module):
+    """Attention to all positions, then a feed-forward network."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed = FeedForward(width, num_layers=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        result: Tensor = self.feed(x + self.attention(y, y))
+        return result
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention to itself, attention to the encoder's output, a feed-forward network."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = Attention(width, heads, is_causal=True)
+        self.to_memory = Attention(width, heads)
+        self.feed = FeedForward(width, num_layers=1)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y)
+        result: Tensor = self.feed(x + self.to_memory(self.norms[1](x), memory))
+        return result
 
 
 def encoder_decoder(
-    *, vocabulary: int, width: int, heads: int, blocks: int, length: int
+    *, vocabulary: int, width: int, heads: int, blocks: int
 ) -> sl.LayerSequence:
     """Return a translation model; every block of its decoder reads the encoder's output.
 
-    Inputs are `{"source": tokens, "query": tokens}`; the query has `length` of them.
+    Inputs are `{"source": tokens, "query": tokens}`.
     """
-    sizes: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
     memory = ("memory",)
     encoder = [
-        sl.Layer(
-            f"encoder.{i}",
-            nn.TransformerEncoderLayer(width, heads, 4 * width, **sizes),
-            memory,
-            memory,
-        )
+        sl.Layer(f"encoder.{i}", EncoderBlock(width, heads), memory, memory)
         for i in range(blocks)
     ]
     decoder = [
-        sl.Layer(f"decoder.{i}", Decoder(width, heads, length), ("x", "memory"))
+        sl.Layer(f"decoder.{i}", DecoderBlock(width, heads), ("x", "memory"))
         for i in range(blocks)
     ]
-    embed = [
-        sl.Layer("source", SinusoidalEmbedding(vocabulary, width), ("source",), memory),
-        sl.Layer("target", SinusoidalEmbedding(vocabulary, width), ("query",)),
-    ]
+    embed = SharedEmbedding(vocabulary, width)
     head = sl.Layer("head", nn.Linear(width, vocabulary))
-    return sl.LayerSequence((embed[0], *encoder, embed[1], *decoder, head))
+    first = sl.Layer("embedding", embed, ("source", "query"), ("memory", "x"))
+    return sl.LayerSequence((first, *encoder, *decoder, head))
 
 
 class MeanOfTokens(nn.Module):

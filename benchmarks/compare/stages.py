@@ -34,16 +34,10 @@ class Stage(nn.Module):
 
     def forward(self, *values: Tensor, **inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         known = inputs | dict(zip(self.takes, values, strict=True))
-        untouched = dict(known)
         for layer in self.layers:
             result = layer.module(*(known[name] for name in layer.reads))
             known |= zip(layer.writes, layer.written(result), strict=True)
-        # what only passes through becomes a node of this stage's graph, which a backward that is
-        # split into I and W needs
-        given = tuple(
-            value.view_as(value) if untouched.get(name) is value else value
-            for name, value in ((name, known[name]) for name in self.gives)
-        )
+        given = tuple(known[name] for name in self.gives)
         return given if len(given) > 1 else given[0]
 
 

@@ -84,7 +84,7 @@ def translation(
     _: int, *, batch: int, source: int, length: int, vocabulary: int, **sizes: Any
 ) -> Case:
     """Return an encoder-decoder; sources are longer than what is made of them."""
-    layers = encoder_decoder(vocabulary=vocabulary, length=length, **sizes)
+    layers = encoder_decoder(vocabulary=vocabulary, **sizes)
     inputs = {
         "source": torch.randint(0, vocabulary, (batch, source)),
         "query": torch.randint(0, vocabulary, (batch, length)),
