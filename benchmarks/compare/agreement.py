@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.compare.contestants.contestant import (
     Contestant,
     Gradients,
@@ -71,14 +70,18 @@ def outcome(contestant: Contestant) -> Outcome:
 
 def differences(found: Outcome, reference: Outcome) -> Iterator[str]:
     """Yield what is not as in the reference; gradients of other ranks are not known here."""
-    if found.loss is not None and reference.loss is not None:
-        if not isclose(found.loss, reference.loss, rel_tol=TOLERANCE, abs_tol=1e-6):
-            yield f"the loss is {found.loss}, but should be {reference.loss}"
+    if not is_close(found.loss, reference.loss):
+        yield f"the loss is {found.loss}, but should be {reference.loss}"
     for name in sorted(found.gradients.keys() & reference.gradients.keys()):
         wanted = reference.gradients[name]
         error = float((found.gradients[name] - wanted).abs().max())
         if not error <= TOLERANCE * max(float(wanted.abs().max()), 1e-6):
             yield f"the gradient of {name} is off by {error:.2g}"
+
+
+def is_close(one: float | None, other: float | None) -> bool:
+    """Return whether two losses are the same, as far as this process knows them."""
+    return None in (one, other) or isclose(one or 0, other or 0, rel_tol=TOLERANCE, abs_tol=1e-6)
 
 
 def _missing(gradients: Gradients, case: Case) -> list[str]:

@@ -13,8 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-
-import stageline as sl
 from benchmarks.compare import memory
 from benchmarks.compare.agreement import check_agreement, plain_outcome
 from benchmarks.compare.contestants import ours, torch_pipelining
@@ -24,6 +22,8 @@ from benchmarks.compare.stages import equal_balance
 from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import RANKS, WORKLOADS, Case
 from experiments.results import Run
+
+import stageline as sl
 
 USUAL = (4, 8)  # micro-batches
 BY_HAND, SCHEDULE = "torch by hand", "1f1b"
@@ -65,9 +65,7 @@ def turns(
     return [Group("by-hand", RANKS, cells)]
 
 
-def plan_memory(
-    workloads: Sequence[str], stored: dict[str, Run], *, is_quick: bool
-) -> list[Group]:
+def plan_memory(workloads: Sequence[str], stored: dict[str, Run], *, is_quick: bool) -> list[Group]:
     """Return the groups that measure the memory of the plans that are stored."""
     cells: Cells = {}
     for name in workloads:

@@ -12,14 +12,14 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-
-import stageline as sl
 from benchmarks.compare.agreement import check_agreement
 from benchmarks.compare.contestants import ours
 from benchmarks.compare.contestants.contestant import Contestant
 from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import Case, emulated
+from torch import Tensor, nn
+
+import stageline as sl
 
 RANKS, MILLISECONDS = (2, 4, 8), 10.0
 SCHEDULES = ("gpipe", "1f1b")  # whole backwards, a stage in each rank: what the bare loop can do
@@ -78,8 +78,10 @@ def bare(case: Case, schedule: sl.Schedule) -> Contestant:
             values[0].put(x)
 
         def run(rank: int) -> list[Tensor]:
-            pairs = (*values[rank : rank + 2], gradients[rank + 1], gradients[rank])
-            ends = Ends(*pairs, is_last=rank == num_ranks - 1)
+            ends = Ends(
+                *(values[rank], values[rank + 1], gradients[rank + 1], gradients[rank]),
+                is_last=rank == num_ranks - 1,
+            )
             module = case.layers.layers[rank].module
             return run_rank(module, schedule.actions[rank], ends, loss)
 

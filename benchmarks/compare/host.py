@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-
-import stageline as sl
 from benchmarks.compare.agreement import check_agreement
 from benchmarks.compare.contestants import loops, ours, torch_pipelining
 from benchmarks.compare.launch import Group
 from benchmarks.compare.models import Nothing
 from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import chain
+
+import stageline as sl
 
 MICROBATCHES = (8, 32, 128, 512, 1024)
 QUICK = (8, 32)

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import stageline as sl
 from benchmarks.compare.contestants import ours, torch_pipelining
 from benchmarks.compare.contestants.contestant import Contestant
 from benchmarks.compare.launch import Group
@@ -24,6 +22,8 @@ from benchmarks.compare.orders import can_run, order_that_is_listed, own_order
 from benchmarks.compare.stages import balance_of
 from benchmarks.compare.turns import barrier
 from benchmarks.compare.workloads import WORKLOADS, Case
+
+import stageline as sl
 
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
     "MALLOC_MMAP_THRESHOLD_": "32768",
@@ -34,9 +34,7 @@ LIBRARIES = (ours.PROCESSES, torch_pipelining.TORCH)
 STEPS = 3
 
 
-def groups(
-    workloads: Sequence[str], schedules: Sequence[str], *, is_quick: bool
-) -> list[Group]:
+def groups(workloads: Sequence[str], schedules: Sequence[str], *, is_quick: bool) -> list[Group]:
     """Return a group of processes for each workload and library, with a cell for each schedule."""
     return [
         Group(

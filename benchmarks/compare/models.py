@@ -1,4 +1,4 @@
-"""Models that the zoo does not have: an encoder-decoder, and a classifier with a large embedding."""
+"""Models that the zoo does not have: an encoder-decoder, and one with a large embedding."""
 
 from __future__ import annotations
 
@@ -77,21 +77,17 @@ class DecoderBlock(nn.Module):
         return result
 
 
-def encoder_decoder(
-    *, vocabulary: int, width: int, heads: int, blocks: int
-) -> sl.LayerSequence:
+def encoder_decoder(*, vocabulary: int, width: int, heads: int, blocks: int) -> sl.LayerSequence:
     """Return a translation model; every block of its decoder reads the encoder's output.
 
     Inputs are `{"source": tokens, "query": tokens}`.
     """
     memory = ("memory",)
     encoder = [
-        sl.Layer(f"encoder.{i}", EncoderBlock(width, heads), memory, memory)
-        for i in range(blocks)
+        sl.Layer(f"encoder.{i}", EncoderBlock(width, heads), memory, memory) for i in range(blocks)
     ]
     decoder = [
-        sl.Layer(f"decoder.{i}", DecoderBlock(width, heads), ("x", "memory"))
-        for i in range(blocks)
+        sl.Layer(f"decoder.{i}", DecoderBlock(width, heads), ("x", "memory")) for i in range(blocks)
     ]
     embed = SharedEmbedding(vocabulary, width)
     head = sl.Layer("head", nn.Linear(width, vocabulary))

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-import stageline as sl
 from benchmarks.compare.agreement import check_agreement, plain_outcome
 from benchmarks.compare.contestants import loops, ours
 from benchmarks.compare.models import without_dropout
 from benchmarks.compare.stages import balance_of
 from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import Case
+
+import stageline as sl
 from stageline.cli.demo import training as demo
 from stageline.zoo import gpt
 from stageline.zoo.text import VOCABULARY

@@ -63,7 +63,7 @@ def is_same(one: sl.Schedule, other: sl.Schedule) -> bool:
 
 
 def can_run(order: sl.Schedule) -> bool:
-    """Return whether Stageline runs this order: each stage's gradients are added in ascending order.
+    """Return whether Stageline runs this order: gradients of a stage are added in ascending order.
 
     >>> can_run(sl.build_schedule("zbv", num_ranks=2, num_microbatches=4))
     True

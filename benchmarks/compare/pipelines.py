@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import stageline as sl
 from benchmarks.compare.agreement import check_agreement, plain_outcome
 from benchmarks.compare.contestants import loops, ours, torch_gpipe, torch_pipelining
 from benchmarks.compare.contestants.contestant import Contestant
@@ -20,6 +19,8 @@ from benchmarks.compare.orders import bubble_factor, can_run, is_same, order_tha
 from benchmarks.compare.stages import balance_of
 from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import WORKLOADS, Case, Workload
+
+import stageline as sl
 
 BASELINES = "baselines"
 SCHEDULES = (*torch_pipelining.SCHEDULES, BASELINES)
@@ -63,9 +64,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     case = workload.case(workload.num_ranks * num_chunks, is_quick=cell["is_quick"])
     checked = case._replace(layers=without_dropout(case.layers))
     line = make(workload, checked, name)
-    reference = (
-        None if workload.is_emulated else plain_outcome(checked, workload.num_microbatches)
-    )
+    reference = None if workload.is_emulated else plain_outcome(checked, workload.num_microbatches)
     check_agreement(line.contestants, case, reference)
     if has_dropout(case.layers):
         close(line.contestants)
@@ -109,9 +108,7 @@ class Orders(NamedTuple):
     relation: str
 
 
-def orders_of(
-    pipeline: torch_pipelining.TorchPipeline, name: str, workload: Workload
-) -> Orders:
+def orders_of(pipeline: torch_pipelining.TorchPipeline, name: str, workload: Workload) -> Orders:
     """Record torch's order, and compare it with Stageline's of the same name."""
     torchs = order_that_ran(pipeline.stages, pipeline.step)
     own = own_order(name, workload.num_ranks, workload.num_microbatches)

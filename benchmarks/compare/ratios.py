@@ -24,14 +24,15 @@ class Ratio(NamedTuple):
     confidence: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        text = f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return text if self.confidence >= CONFIDENCE else f"{text} ({100 * self.confidence:.0f} %)"
 
 
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Return the ratio of two contestants' times, which are in the order of the rounds.
 
     >>> print(paired([2.0, 4.0, 6.0], [1.0, 2.0, 2.0]))
-    2.000 [2.000, 3.000]
+    2.000 [2.000, 3.000] (75 %)
     """
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     return median_with_interval(ratios)
@@ -59,4 +60,5 @@ def median_with_interval(values: Sequence[float], confidence: float = CONFIDENCE
 
 def _confidence(count: int, dropped: int) -> float:
     """Return how likely a median is within `count` values without so many at each end."""
-    return 1 - 2 * sum(comb(count, below) for below in range(dropped + 1)) / 2**count
+    outside: int = sum(comb(count, below) for below in range(dropped + 1))
+    return 1 - 2 * outside / 2.0**count

@@ -80,9 +80,7 @@ def alive_at(layers: sl.LayerSequence, place: int, first_input: str) -> tuple[st
     return tuple(name for _, name in sorted(read))
 
 
-def balance_of(
-    layers: sl.LayerSequence, sample: dict[str, Tensor], num_stages: int
-) -> list[int]:
+def balance_of(layers: sl.LayerSequence, sample: dict[str, Tensor], num_stages: int) -> list[int]:
     """Return the cut that all contestants have: layers weighed by FLOPs and parameters."""
     return balanced_sizes(layer_costs(layers, sample), num_stages)
 

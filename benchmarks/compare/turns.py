@@ -7,7 +7,6 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.compare.contestants.contestant import Contestant
 
 WARM_UP = 2  # rounds that do not count

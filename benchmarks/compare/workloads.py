@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.compare.models import embedding_heavy, encoder_decoder, untied
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import stageline as sl
-from benchmarks.compare.models import embedding_heavy, encoder_decoder, untied
 from stageline.zoo import gpt
 from stageline.zoo.amoebanet import amoebanet_d
 from stageline.zoo.emulated import Occupy

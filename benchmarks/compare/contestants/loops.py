@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from benchmarks.compare.contestants.contestant import Contestant, cut_batch, nothing, rank
 from benchmarks.compare.stages import stage_modules
 from benchmarks.compare.workloads import Case
+from torch import Tensor
 
 PLAIN, PLAIN_ALL, LIMIT = "plain loop", "plain loop, all threads", "limit"
 

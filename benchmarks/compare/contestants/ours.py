@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import stageline as sl
 from benchmarks.compare.contestants.contestant import Contestant, nothing, rank
 from benchmarks.compare.workloads import Case
+
+import stageline as sl
 
 PROCESSES, THREADS, SERIAL = "stageline", "stageline, threads", "stageline, serial"
 PLANNED = "stageline, planned"

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
 from benchmarks.compare.contestants.contestant import Contestant, nothing, rank
 from benchmarks.compare.stages import stage_modules
 from benchmarks.compare.workloads import Case
+from torch import Tensor, nn
 
 TORCHGPIPE = "torchgpipe"
 
@@ -40,7 +39,7 @@ def contestant(case: Case, num_microbatches: int, balance: Sequence[int]) -> Con
     """Return torchgpipe's pipeline, which only the first process runs."""
     if rank() != 0:
         return Contestant(TORCHGPIPE, case.layers, nothing)
-    from torchgpipe import GPipe  # type: ignore[import-untyped]  # noqa: PLC0415  it has no types
+    from torchgpipe import GPipe  # noqa: PLC0415  the other processes do not need it
 
     first, *named = case.inputs
     modules = stage_modules(case.layers, first, balance)

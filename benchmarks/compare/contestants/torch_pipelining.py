@@ -13,13 +13,13 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.compare.contestants.contestant import Contestant, rank
+from benchmarks.compare.stages import stage_modules
+from benchmarks.compare.workloads import Case
 from torch import Tensor
 from torch.distributed import pipelining
 
 import stageline as sl
-from benchmarks.compare.contestants.contestant import Contestant, rank
-from benchmarks.compare.stages import stage_modules
-from benchmarks.compare.workloads import Case
 
 TORCH = "torch"
 
