@@ -8,17 +8,18 @@ from functools import partial
 from typing import Any
 
 import typer
-from benchmarks.compare import by_hand as hand
-from benchmarks.compare import emulated as emulation
-from benchmarks.compare import host as hosts
-from benchmarks.compare import memory as memories
-from benchmarks.compare import one_rank as single
-from benchmarks.compare import pipelines as lines
+from benchmarks.compare.cells import by_hand as hand
+from benchmarks.compare.cells import emulated as emulation
+from benchmarks.compare.cells import host as hosts
+from benchmarks.compare.cells import memory as memories
+from benchmarks.compare.cells import one_rank as single
+from benchmarks.compare.cells import pipelines as lines
 from benchmarks.compare.contestants.torch_pipelining import SCHEDULES
-from benchmarks.compare.drawings import draw_all
 from benchmarks.compare.launch import Failure, Group, run_groups
 from benchmarks.compare.machine import machine
-from benchmarks.compare.outcome import summary
+from benchmarks.compare.report.drawings import draw_all
+from benchmarks.compare.report.outcome import summary
+from benchmarks.compare.report.tables import print_all
 from benchmarks.compare.settings import (
     Folder,
     Quick,
@@ -29,7 +30,6 @@ from benchmarks.compare.settings import (
     chosen_schedules,
     chosen_workloads,
 )
-from benchmarks.compare.tables import print_all
 from benchmarks.compare.workloads import REAL, UNEVEN, WORKLOADS
 from rich.console import Console
 

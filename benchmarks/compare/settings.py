@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from benchmarks.compare.pipelines import SCHEDULES
+from benchmarks.compare.cells.pipelines import SCHEDULES
 from benchmarks.compare.workloads import WORKLOADS
 from experiments.results import Results
 

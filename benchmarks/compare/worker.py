@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.compare import by_hand, host, memory, pipelines
+from benchmarks.compare.cells import by_hand, host, memory, pipelines
 from benchmarks.compare.machine import machine
 from experiments.results import Results
 

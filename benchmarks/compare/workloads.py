@@ -148,7 +148,7 @@ REAL = (
     Workload(
         "amoebanet",
         partial(images, model=lambda: amoebanet_d(10, 6, 32), batch=16, side=64),
-        partial(images, model=lambda: amoebanet_d(10, 3, 16), batch=16, side=32),
+        partial(images, model=lambda: amoebanet_d(10, 3, 16), batch=16, side=64),
     ),
     Workload(
         "encoder-decoder",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.compare.contestants import ours, torch_pipelining
-from benchmarks.compare.outcome import Runs, Speed, host_times, speeds
+from benchmarks.compare.report.outcome import Runs, Speed, host_times, speeds
 from experiments.pictures import COLOURS, PAPER, figure, save, style
 
 WANTED = 1.0  # never behind a peer

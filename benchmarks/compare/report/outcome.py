@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.compare.contestants import loops, ours
-from benchmarks.compare.ratios import Ratio, median_with_interval, paired
+from benchmarks.compare.report.ratios import Ratio, median_with_interval, paired
 from experiments.results import Run
 
 Runs = Mapping[str, Run]

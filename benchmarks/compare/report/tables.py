@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from statistics import median
 
-from benchmarks.compare import by_hand
+from benchmarks.compare.cells import by_hand
 from benchmarks.compare.contestants import ours, torch_pipelining
-from benchmarks.compare.outcome import Runs, host_times, of_kind, over_limit, peaks, speeds
+from benchmarks.compare.report.outcome import Runs, host_times, of_kind, over_limit, peaks, speeds
 from rich.console import Console
 from rich.table import Table
 
@@ -82,10 +83,10 @@ def memory_table(kind: str, mine: str, peer: str) -> Callable[[Runs], Table]:
     def build(runs: Runs) -> Table:
         table = table_of("cell", f"{mine}, MB by rank", f"{peer}, MB by rank", "by rank", "fullest")
         for each in peaks(runs, kind, mine, peer):
-            ratios = [a / b for a, b in zip(each.ours, each.peer, strict=True)]
-            fullest = max(each.ours) / max(each.peer)
+            pairs = [*zip(each.ours, each.peer, strict=True), (max(each.ours), max(each.peer))]
+            *ratios, fullest = (f"{a / b:.2f}" if b else "–" for a, b in pairs)
             cells = (megabytes(each.ours), megabytes(each.peer))
-            table.add_row(each.cell, *cells, listed(ratios), f"{fullest:.2f}")
+            table.add_row(each.cell, *cells, ", ".join(ratios), fullest)
         return table
 
     return build
@@ -95,7 +96,7 @@ def plan_table(runs: Runs) -> Table:
     """Return what was planned, and what its step was expected to take."""
     table = table_of("cell", "memory, MB", "planned", "expected, ms", "measured, ms")
     for name, run in of_kind(runs, "by-hand"):
-        taken = sorted(run["times"][ours.PLANNED])[len(run["times"][ours.PLANNED]) // 2]
+        taken = median(run["times"][ours.PLANNED])
         figures = (f"{run['cell']['memory'] / 1e6:.0f}", run["chosen"])
         table.add_row(name, *figures, f"{1e3 * run['expected']:.1f}", f"{1e3 * taken:.1f}")
     return table
@@ -103,10 +104,6 @@ def plan_table(runs: Runs) -> Table:
 
 def megabytes(sizes: Iterable[int]) -> str:
     return ", ".join(f"{size / 1e6:.1f}" for size in sizes)
-
-
-def listed(ratios: Iterable[float]) -> str:
-    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 TABLES: dict[str, Callable[[Runs], Table]] = {
