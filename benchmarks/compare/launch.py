@@ -71,19 +71,28 @@ def launch(group: Group, results: Results) -> str:
         )
         command = [sys.executable, "-m", "stageline", "run"]
         command += ["--num-processes", str(group.num_ranks), str(WORKER)]
+        command += [str(job), str(results.path.resolve())]
+        seconds = SECONDS_OF_CELL * len(group.cells)
+        return output_of(command, {"PYTHONPATH": search_path()} | dict(group.environment), seconds)
+
+
+def output_of(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
+    """Run a command; if it takes too long, or this process is interrupted, end all of its ranks."""
+    with subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
         try:
-            ended = subprocess.run(
-                [*command, str(job), str(results.path.resolve())],
-                env=os.environ | {"PYTHONPATH": search_path()} | dict(group.environment),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-                timeout=SECONDS_OF_CELL * len(group.cells),
-            )
-        except subprocess.TimeoutExpired as error:
-            return f"no end after {error.timeout:.0f} s"
-    return ended.stdout
+            return process.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # `stageline run` ends its ranks, and then itself
+            return f"{process.communicate()[0]}\nno end after {seconds:.0f} s"
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def search_path() -> str:
