@@ -33,8 +33,8 @@ class Attention(nn.Module):
 class SharedEmbedding(nn.Module):
     """The first layer of an encoder-decoder: one embedding for its source and its target.
 
-    With a second embedding in the middle, torch's zero-bubble schedules fail ("backward through the
-    graph a second time"): they split a backward only if every weight is behind a stage's input.
+    With a second embedding in a later stage, torch's zero-bubble schedules failed: "backward through
+    the graph a second time".
     """
 
     def __init__(self, vocabulary: int, width: int) -> None:
