@@ -33,8 +33,8 @@ class Attention(nn.Module):
 class SharedEmbedding(nn.Module):
     """The first layer of an encoder-decoder: one embedding for its source and its target.
 
-    With a second embedding in a later stage, torch's zero-bubble schedules failed: "backward through
-    the graph a second time".
+    With a second embedding in a later stage, torch's zero-bubble schedules failed: "backward
+    through the graph a second time".
     """
 
     def __init__(self, vocabulary: int, width: int) -> None:
