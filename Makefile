@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint test-all bench parity experiments clean
+.PHONY: demo test lint test-all bench compare parity experiments clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
@@ -30,6 +30,11 @@ test-all: test
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/zero_bubble_rates.py
 	$(BIN)/python benchmarks/speed.py
+
+# Stageline beside its peers: hours, on a machine where nothing else runs. An interrupted run goes on
+# where it was; cells that are in benchmarks/compare/results.json are not measured again.
+compare: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.compare all
 
 # Every model, schedule, backend, number of ranks and recomputation against a plain loop: a quarter
 # of an hour.

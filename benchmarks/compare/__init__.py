@@ -1,0 +1,1 @@
+"""Stageline beside its peers, in one job and in turns: python -m benchmarks.compare --help."""

@@ -1,0 +1,1 @@
+"""Those that take turns: Stageline, torch.distributed.pipelining, torchgpipe and plain loops."""

@@ -1,0 +1,81 @@
+"""Stageline, over processes and in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.compare.contestants.contestant import Contestant, nothing, rank
+from benchmarks.compare.workloads import Case
+
+import stageline as sl
+
+PROCESSES, THREADS, SERIAL = "stageline", "stageline, threads", "stageline, serial"
+PLANNED = "stageline, planned"
+Init = Callable[[sl.Layer], object]
+# as all others do: running statistics take in each micro-batch, without a common pass over them
+OPTIONS = sl.Options(batch_norm="microbatch")
+
+
+def processes(
+    case: Case,
+    schedule: sl.Schedule,
+    balance: Sequence[int],
+    name: str = PROCESSES,
+    init_fn: Init | None = None,
+) -> Contestant:
+    """Return a pipeline with a rank in each process."""
+    return _contestant(name, case, schedule, balance, "processes", init_fn)
+
+
+def threads(
+    case: Case, schedule: sl.Schedule, balance: Sequence[int], name: str = THREADS
+) -> Contestant:
+    """Return a pipeline in the first process, with a thread for each rank."""
+    if rank() != 0:
+        return Contestant(name, case.layers, nothing)
+    return _contestant(name, case, schedule, balance, "threads")
+
+
+def serial(case: Case, num_microbatches: int, name: str = SERIAL) -> Contestant:
+    """Return a pipeline of one rank in the first process."""
+    schedule = sl.build_schedule("1f1b", num_ranks=1, num_microbatches=num_microbatches)
+    return _contestant(name, case, schedule, [len(case.layers)], "serial")
+
+
+def planned(case: Case, plan: sl.Plan, init_fn: Init | None = None) -> Contestant:
+    """Return a pipeline as it was planned, with a rank in each process."""
+    pipe = sl.Pipeline(case.layers, case.loss_fn, plan=plan, init_fn=init_fn, options=OPTIONS)
+    return _of_pipeline(PLANNED, case, pipe)
+
+
+def _contestant(
+    name: str,
+    case: Case,
+    schedule: sl.Schedule,
+    balance: Sequence[int],
+    backend: str,
+    init_fn: Init | None = None,
+) -> Contestant:
+    pipe = sl.Pipeline(
+        case.layers,
+        case.loss_fn,
+        num_ranks=schedule.num_ranks,
+        num_microbatches=schedule.num_microbatches,
+        schedule=schedule,
+        balance=balance,
+        backend=backend,
+        init_fn=init_fn,
+        options=OPTIONS,
+    )
+    return _of_pipeline(name, case, pipe)
+
+
+def _of_pipeline(name: str, case: Case, pipe: sl.Pipeline) -> Contestant:
+    return Contestant(
+        name, case.layers, lambda: pipe.step(case.inputs, case.target), _loss, pipe.close
+    )
+
+
+def _loss(result: Any) -> float:
+    return float(result.loss)

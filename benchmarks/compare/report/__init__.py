@@ -1,0 +1,1 @@
+"""What the stored cells say: ratios, tables and pictures."""
