@@ -83,9 +83,10 @@ def peak_memory(costs: sl.Costs, num_microbatches: int) -> float:
 
 def without_overlap(costs: sl.Costs, num_microbatches: int) -> sl.Timeline:
     """Return the step whose recomputations begin when their gradients have arrived."""
-    num_ranks = len(gpipe_program.per_stage(costs, "forward"))
-    schedule = sl.build_schedule("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return sl.simulate(schedule, costs)
+    fields = (gpipe_program.per_stage(costs, name) for name in ("recompute", "input_grad"))
+    backward = [sum(times) for times in zip(*fields, strict=True)]
+    late = replace(costs, recompute=0.0, input_grad=backward)
+    return gpipe_program.timeline(late, num_microbatches)
 
 
 def largest_batch(cell: Cell, profile: sl.Profile, balance: Sequence[int]) -> int:

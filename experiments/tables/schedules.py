@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import stageline as sl
 from experiments.results import Results
-from experiments.tables import gpipe_program
 from stageline.zoo.emulated import Occupy
 
 RANKS, MICROBATCHES, LAYERS = 4, 8, 16
@@ -122,8 +121,6 @@ def simulated(variant: Variant) -> dict[str, Any]:
     timeline = sl.simulate(schedule_of(variant), costs)
     if variant.is_asynchronous:
         rate = stream_rate(timeline, variant)
-    elif variant.recompute == "always":
-        rate = count / gpipe_program.makespan(costs, count)
     else:
         rate = count / timeline.makespan
     return {"rate": rate, "peaks": list(timeline.peak_memory)}

@@ -55,7 +55,8 @@ class Costs:
 
     waiting: PerStage = 0.0  # gradients held from the end of I to the end of W, in addition
 
-    recompute: PerStage = 0.0  # time of the second forward, added to I or B
+    # time of the second forward, added to I or B; it need not wait for the gradient
+    recompute: PerStage = 0.0
     working_set: PerStage = 0.0  # held only while I or B runs: the recomputed activations
 
     parameters: PerStage = 0.0  # bytes of one version of the weights

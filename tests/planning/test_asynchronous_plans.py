@@ -308,27 +308,28 @@ def random_stream(rng: random.Random) -> tuple[tuple[int, ...], sl.Costs, list[f
     backward = [time * rng.uniform(0.8, 1.2) for time in forward]
     reduce = [rng.choice([0.0, 0.2, 2.0]) * (count > 1) for count in replicas]
     transfer = rng.choice([0.0, 0.1, 1.0])
-    costs = sl.Costs(forward, backward, backward, transfer=transfer, reduce=reduce)
-    work = [f + 2 * b for f, b in zip(forward, backward, strict=True)]
+    again = [rng.choice([0.0, time]) for time in forward]
+    costs = sl.Costs(forward, backward, backward, transfer=transfer, reduce=reduce, recompute=again)
+    work = [f + r + 2 * b for f, r, b in zip(forward, again, backward, strict=True)]
     return replicas, costs, work
 
 
 def test_no_asynchronous_schedule_is_faster_than_its_bounds() -> None:
     """The bounds are that of cycles of waits, and that of a shorter run, which the search uses."""
     rng = random.Random(7)
-    for _ in range(12):
+    for _ in range(24):
         replicas, costs, took = random_stream(rng)
         stages, turn = len(replicas), round_up_microbatches(replicas, sum(replicas))
         work = np.array([took])
         sent = np.array([costs.per_stage("transfer", stages)[1:]])
-        reduced = np.array([costs.per_stage("reduce", stages)])
+        reduced, again = (np.array([costs.per_stage(n, stages)]) for n in ("reduce", "recompute"))
         periods = {}
         for count in (2 * turn, 4 * turn):
             stream = build_sized("pipedream", sum(replicas), count, 1, stage_replicas=replicas)
             periods[count] = period_of(sl.simulate(stream, costs), count)
-            bound = min_period(work, sent, reduced, replicas, count)[0]
+            bound = min_period(work, sent, reduced, replicas, count, again)[0]
             assert periods[count] >= bound * (1 - 1e-9)
-        pace = min_time_per_microbatch(work, sent, replicas)[0]
+        pace = min_time_per_microbatch(work, sent, replicas, again)[0]
         assert periods[4 * turn] >= SHORT_RUN_MARGIN * (periods[2 * turn] + 2 * turn * pace)
 
 

@@ -68,6 +68,22 @@ def test_recomputation_is_part_of_i_or_b() -> None:
     assert times(simulate(PAIR, costs))[1] == {"1F0": (1, 2), "1B0": (2, 11)}
 
 
+@pytest.mark.parametrize("work", [PAIR, lower(PAIR)], ids=["schedule", "program"])
+@pytest.mark.parametrize(
+    ("recompute", "backward"),
+    [
+        (1, (3, 6)),  # the gradient arrives at 4, when the recomputation has just ended
+        (3, (1, 6)),
+        (5, (1, 8)),  # it began right after the forward, and the gradient waits for it
+    ],
+)
+def test_a_rank_that_waits_for_a_gradient_recomputes_meanwhile(
+    work: Schedule | Program, recompute: float, backward: tuple[float, float]
+) -> None:
+    timeline = simulate(work, Costs(recompute=[recompute, 0]))
+    assert times(timeline)[0] == {"0F0": (0, 1), "0B0": backward}
+
+
 def test_all_costs_zero_take_no_time() -> None:
     timeline = simulate(TWO_EACH, Costs(forward=0, input_grad=0, weight_grad=0))
     assert (timeline.makespan, timeline.step_bubble, timeline.span_bubble) == (0, 0, 0)

@@ -7,7 +7,8 @@ In 1F1B without a flush, ranks wait for each other in cycles. There is one for a
     B_u ◄─ B_u+1 ◄─ … ◄─ B_t     of n + d_u + r_u      (d: warm-up forwards, r: replicas)
 
 One round of a cycle takes the work of its stages and the transfers between them in both directions,
-and advances by d_u + r_u - d_t micro-batches. The only other cycles go through the optimizer steps,
+without recomputation in B_u to B_t-1, which takes place while the gradient is on its way there, and
+advances by d_u + r_u - d_t micro-batches. The only other cycles go through the optimizer steps,
 for which replicas wait: a step is a cycle of its own with all work of a rank and the reduction.
 """
 
@@ -24,20 +25,25 @@ from stageline.schedules.action import Kind
 from stageline.schedules.families.pipedream import num_warmup
 
 
-def min_time_per_microbatch(work: Floats, transfers: Floats, replicas: Sequence[int]) -> Floats:
+def min_time_per_microbatch(
+    work: Floats, transfers: Floats, replicas: Sequence[int], recompute: Floats | None = None
+) -> Floats:
     """Return a lower bound for the time per micro-batch, for several cuts with one row each.
 
-    `work` has the forward and backward time of each stage, `transfers` the one-way time of each
-    stage but the last, and `replicas` the ranks of each stage.
+    `work` has the forward and backward time of each stage, of which `recompute` is recomputation,
+    `transfers` the one-way time of each stage but the last, and `replicas` the ranks of each stage.
 
     >>> min_time_per_microbatch(np.array([[3.0, 6.0, 3.0]]), np.zeros((1, 2)), [1, 2, 1])
     array([4.5])
     """
     ahead = [num_warmup(replicas, stage) * count for stage, count in enumerate(replicas)]
-    rounds = np.concatenate((work[:, :1], work[:, 1:] + 2 * transfers), axis=1).cumsum(axis=1)
+    again = np.zeros_like(work) if recompute is None else recompute
+    passed = work - again
+    rounds = np.concatenate((passed[:, :1], passed[:, 1:] + 2 * transfers), axis=1).cumsum(axis=1)
     bound = np.zeros(len(work))
     for stage, count in enumerate(replicas):
-        took = rounds[:, stage:] - rounds[:, stage : stage + 1] + work[:, stage : stage + 1]
+        took = rounds[:, stage:] - rounds[:, stage : stage + 1] + passed[:, stage : stage + 1]
+        took = took + again[:, stage:]
         advance = ahead[stage] + count - np.array(ahead[stage:])
         bound = np.maximum(bound, (took / advance).max(axis=1))
     return bound
@@ -49,10 +55,11 @@ def min_period(
     reductions: Floats,
     replicas: Sequence[int],
     num_microbatches: int,
+    recompute: Floats | None = None,
 ) -> Floats:
     """Return a lower bound for the time per mini-batch, including each stage's reduction."""
     per_rank = (num_microbatches / np.array(replicas) * work + reductions).max(axis=1)
-    by_cycles = num_microbatches * min_time_per_microbatch(work, transfers, replicas)
+    by_cycles = num_microbatches * min_time_per_microbatch(work, transfers, replicas, recompute)
     bound: Floats = np.maximum(by_cycles, per_rank)
     return bound
 

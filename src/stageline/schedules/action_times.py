@@ -29,6 +29,10 @@ class ActionTimes:
         known = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both, Kind.STEP: step}
         return dict.fromkeys(Kind, (0.0,) * len(self.placement)) | known
 
+    def lead(self, stage: int) -> float:
+        """Return how long before its gradient arrives an I or B may start: it recomputes first."""
+        return self._per_stage("recompute")[stage]
+
     def latency(self, source: int, target: int) -> float:
         """Return the time from sending a message's last byte to its arrival."""
         here, there = self.placement[source], self.placement[target]

@@ -75,7 +75,8 @@ class _MicrobatchPath:
         forward, inputs, weights = (times.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
         activation, retained = (costs.per_stage(name, n) for name in ("activation", "retained"))
         ups = (forward[s] + times.transfer_time(s, s + 1) for s in range(n - 1))
-        downs = (inputs[s] + times.transfer_time(s + 1, s) for s in range(n - 1))
+        # a stage recomputes while the gradient is still on its way to it
+        downs = (inputs[s] - times.lead(s) + times.transfer_time(s + 1, s) for s in range(n - 1))
         heads, tails = (list(accumulate(hops, initial=0.0)) for hops in (ups, downs))
         return _MicrobatchPath(forward, inputs, weights, activation, retained, heads, tails)
 

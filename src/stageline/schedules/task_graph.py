@@ -57,13 +57,16 @@ class Dependencies(NamedTuple):
 
 
 def dependencies_of(
-    numbering: TaskNumbering, edges: Iterable[Edge], delay: Callable[[int, int], float]
+    numbering: TaskNumbering,
+    edges: Iterable[Edge],
+    delay: Callable[[int, int], float],
+    lead: Callable[[int], float] = lambda _: 0.0,
 ) -> Dependencies:
     """Return the dependencies between compute actions.
 
     An F depends on the values that it reads, an I on the gradients of the values that its stage
     wrote, and a W on its own I. An I need not depend on its own F if other stages read its values:
-    their F already do.
+    their F already do. It may start by `lead` before its gradients arrive.
     """
     row = numbering.row
     values: list[list[tuple[int, float]]] = [[] for _ in range(numbering.num_stages)]
@@ -72,7 +75,7 @@ def dependencies_of(
         up = row(Kind.F, writer) - row(Kind.F, reader)
         values[reader].append((up, delay(writer, reader)))
         down = row(Kind.I, reader) - row(Kind.I, writer)
-        gradients[writer].append((down, delay(reader, writer)))
+        gradients[writer].append((down, delay(reader, writer) - lead(writer)))
     own = (row(Kind.F, 0) - row(Kind.I, 0), 0.0)  # from any I to its F, from any W to its I
     rows = [*values, *(found or [own] for found in gradients), *([own] for _ in values)]
     return Dependencies(numbering.num_microbatches, [tuple(waits) for waits in rows])

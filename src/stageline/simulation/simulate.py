@@ -23,7 +23,8 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     """Return the timeline of a schedule or program in which everything takes what `costs` say.
 
     By default each of F, I and W takes 1. A schedule takes the same times as its program: a message
-    is sent as soon as its value is computed, while the rank computes the next one.
+    is sent as soon as its value is computed, while the rank computes the next one. A rank that
+    waits for a gradient recomputes meanwhile: its I or B starts before the gradient has arrived.
 
     >>> from stageline.schedules.build import build_schedule
     >>> timeline = simulate(build_schedule("gpipe", num_ranks=4, num_microbatches=4))
@@ -54,7 +55,8 @@ def _run_schedule(schedule: Schedule, times: ActionTimes) -> Spans:
     for row, lane in zip(schedule.actions, lanes, strict=True):
         for (stage, kind, _, _, _), task in zip(row, lane, strict=True):
             durations[task] = times.durations[kind][stage]
-    dependencies = dependencies_of(numbering, chain(schedule.num_stages), times.latency)
+    edges = chain(schedule.num_stages)
+    dependencies = dependencies_of(numbering, edges, times.latency, times.lead)
     return _spans(schedule.actions, lanes, run_lanes(lanes, durations, dependencies))
 
 
@@ -67,7 +69,7 @@ def _spans(rows: tuple[tuple[Action, ...], ...], lanes: list[list[int]], run: La
 
 
 def _run_program(program: Program, times: ActionTimes) -> tuple[Spans, tuple[Transfer, ...]]:
-    tasks = program_tasks(program, times.message_latency)
+    tasks = program_tasks(program, times.message_latency, times.lead)
     run = run_lanes(tasks.lanes, _program_durations(program, tasks, times), tasks.dependencies)
     steps_show = program.schedule.is_stream or times.has_step_time
     kept = COMPUTE | {Kind.STEP} if steps_show else COMPUTE

@@ -72,28 +72,30 @@ class PlanCandidate:
         """Return the bound that `stream_period.py` explains."""
         work, transfers = self.work_and_transfers()
         reductions, count = np.array([self.reductions]), self.layout.num_microbatches
-        return float(min_period(work, transfers, reductions, self.stage_replicas, count)[0])
+        sizes = self.stage_replicas, count
+        return float(min_period(work, transfers, reductions, *sizes, self.recomputation())[0])
 
     def _synchronous_bound(self) -> float:
         """Return the time of a rank's work, and of its wait for one micro-batch in each direction.
 
         The micro-batch arrives through the forwards of the first stages of all ranks before it, and
         returns through their backwards. With a backward in halves, weight gradients can fill the
-        time of the return. The gradients of one of a rank's stages are reduced after all its work.
+        time of the return. Ranks recompute while the gradient is still on its way to them. The
+        gradients of one of a rank's stages are reduced after all its work.
         """
         num_ranks = self.layout.num_ranks
         forward, input_grad, weight_grad, recompute = (
             self.costs.per_stage(name, len(self.shape.placement)) for name in TIMES
         )
         # the part of the backward that other ranks wait for, and the rest
-        backward = [i + r for i, r in zip(input_grad, recompute, strict=True)]
-        deferred = list(weight_grad)
+        backward, deferred = list(input_grad), list(weight_grad)
         if not self.shape.in_halves:
             backward = [b + w for b, w in zip(backward, weight_grad, strict=True)]
             deferred = [0.0] * len(weight_grad)
         urgent, rest, reduction = [0.0] * num_ranks, [0.0] * num_ranks, [math.inf] * num_ranks
         for stage, rank in enumerate(self.shape.placement):
-            urgent[rank] += self.layout.num_microbatches * (forward[stage] + backward[stage])
+            work = forward[stage] + recompute[stage] + backward[stage]
+            urgent[rank] += self.layout.num_microbatches * work
             rest[rank] += self.layout.num_microbatches * deferred[stage]
             reduction[rank] = min(reduction[rank], self.reductions[stage])
         arrive, back = ([0.0, *accumulate(row[: num_ranks - 1])] for row in (forward, backward))
@@ -107,6 +109,10 @@ class PlanCandidate:
         num_stages = len(self.shape.placement)
         work = np.sum([self.costs.per_stage(name, num_stages) for name in TIMES], axis=0)
         return work[None], np.array([self.costs.per_stage("transfer", num_stages)[:-1]])
+
+    def recomputation(self) -> Floats:
+        """Return the seconds of recomputation per micro-batch by stage, as one row."""
+        return np.array([self.costs.per_stage("recompute", len(self.shape.placement))])
 
     def mean_costs(self, memory_scale: float = 1.0) -> Costs:
         """Return the mean costs of all stages, with the memory of micro-batches scaled."""

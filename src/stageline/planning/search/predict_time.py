@@ -66,8 +66,10 @@ class StepTimePredictor:
         simulated = num_microbatches // multiple * multiple
         missing = candidate.layout.num_microbatches - simulated
         period = self._cached_period(replicas, simulated, candidate.costs)
-        per_microbatch = min_time_per_microbatch(*candidate.work_and_transfers(), replicas)
-        return period + missing * float(per_microbatch[0])
+        work, transfers = candidate.work_and_transfers()
+        recomputation = candidate.recomputation()
+        (seconds,) = min_time_per_microbatch(work, transfers, replicas, recomputation)
+        return period + missing * float(seconds)
 
     def _period(self, replicas: Replicas, num_microbatches: int, costs: Costs) -> float:
         """Simulate PipeDream's order, which 2BW shares: versions of weights take no time."""

@@ -110,9 +110,16 @@ RankAction = tuple[int, Action]  # a rank, and one of its actions without the we
 
 
 def program_tasks(
-    program: Program, delay: Callable[[Action], float], *, rendezvous: bool = False
+    program: Program,
+    delay: Callable[[Action], float],
+    lead: Callable[[int], float] = lambda _: 0.0,
+    *,
+    rendezvous: bool = False,
 ) -> ProgramTasks:
-    """Return a program's tasks; with `rendezvous`, a send blocks until its receive is posted."""
+    """Return a program's tasks; with `rendezvous`, a send blocks until its receive is posted.
+
+    The backward of a stage may start by `lead` before its gradients arrive.
+    """
     rank_of = program.routes.rank_of
     names = [
         (rank, _without_version(action))
@@ -134,7 +141,8 @@ def program_tasks(
 
     def waits(rank: int, action: Action) -> Iterator[tuple[int, float]]:
         if action.kind in COMPUTE:
-            yield from ((awaited(a), delay(a)) for a in program.routes.awaited(action))
+            early = lead(action.stage) if action.kind in (Kind.I, Kind.B) else 0.0
+            yield from ((awaited(a), delay(a) - early) for a in program.routes.awaited(action))
         yield from ((numbers[rank, a], 0.0) for a in _needs(program.routes, action))
         if rendezvous and action.kind in RECEIVE_KIND:
             yield other_end(action), 0.0

@@ -100,7 +100,9 @@ class SearchProblem:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        return dependencies_of(self.numbering, chain(self.num_stages), self.times.transfer_time)
+        times = self.times
+        edges = chain(self.num_stages)
+        return dependencies_of(self.numbering, edges, times.transfer_time, times.lead)
 
     @cached_property
     def tolerance(self) -> float:
