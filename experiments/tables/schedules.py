@@ -117,12 +117,9 @@ def costs_of(variant: Variant) -> sl.Costs:
 
 def simulated(variant: Variant) -> dict[str, Any]:
     """Return micro-batches per second, and the bytes that each rank holds at most."""
-    costs, count = costs_of(variant), variant.num_microbatches
-    timeline = sl.simulate(schedule_of(variant), costs)
-    if variant.is_asynchronous:
-        rate = stream_rate(timeline, variant)
-    else:
-        rate = count / timeline.makespan
+    timeline = sl.simulate(schedule_of(variant), costs_of(variant))
+    one = variant.num_microbatches / timeline.makespan
+    rate = stream_rate(timeline, variant) if variant.is_asynchronous else one
     return {"rate": rate, "peaks": list(timeline.peak_memory)}
 
 
