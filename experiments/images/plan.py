@@ -68,7 +68,7 @@ FULL = Scale(
         *(("D", 3, 8), ("D", 3, 16)),
     ),
     num_seeds=3,
-    recipe=Recipe(steps=100),
+    recipe=Recipe(steps=300),
     transfers=(("fashion", "digits"), ("fashion-6", "fashion-4")),
     shares=(0.01, 0.1, 1.0),
     num_transfer_runs=5,
