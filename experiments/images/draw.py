@@ -54,12 +54,12 @@ def draw_capacity(path: Path, task: str, points: list[Capacity]) -> None:
 
 
 def _name_point(axes: Any, point: Capacity, colour: str) -> None:
-    """Write D beside a point: for the cells B on the right, and for D on the left."""
+    """Write D beside a point, away from a line that rises: above it on the left for the cells D."""
     place = (point.parameters, point.found.mean * 100)
-    side, shift = ("right", -6) if point.cells == "D" else ("left", 6)
+    side, shift = ("right", (-6, 5)) if point.cells == "D" else ("left", (6, -12))
     text = f"D = {point.num_filters}"
     style: Any = {"textcoords": "offset points", "ha": side, "color": colour}
-    axes.annotate(text, place, (shift, 5), **style)
+    axes.annotate(text, place, shift, **style)
 
 
 def draw_transfers(path: Path, found: list[Transfer]) -> None:
