@@ -121,11 +121,8 @@ def program_tasks(
     The backward of a stage may start by `lead` before its gradients arrive.
     """
     rank_of = program.routes.rank_of
-    names = [
-        (rank, _without_version(action))
-        for rank, row in enumerate(program.actions)
-        for action in row
-    ]
+    rows = enumerate(program.actions)
+    names = [(rank, _without_version(action)) for rank, row in rows for action in row]
     numbers = {name: number for number, name in enumerate(names)}
     numbers |= {  # a B is also found as the I that it contains
         (rank, a._replace(kind=Kind.I)): numbers[rank, a] for rank, a in names if a.kind is Kind.B
@@ -155,11 +152,11 @@ def program_tasks(
     for name in overlapped:
         ends = [other_end(name[1])] if name[1].kind in RECEIVE_KIND else []
         waits_of_all.append([(number, 0.0) for number in (numbers[name], *ends)])
-    rows = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
+    distances = [tuple((b - task, time) for b, time in w) for task, w in enumerate(waits_of_all)]
     count = iter(range(len(names)))
     lanes = [[next(count) for _ in row] for row in program.actions]
     lanes += _background_lanes(program, background)
-    return ProgramTasks(background, lanes, Dependencies(1, rows))
+    return ProgramTasks(background, lanes, Dependencies(1, distances))
 
 
 def _without_version(action: Action) -> Action:
