@@ -501,7 +501,17 @@ class LaterHook(Later):
     begun = HookOfWeights.forward
 
 
-@pytest.mark.parametrize("layer", [LaterOwnLoss, LaterHook])
+class LaterHookOfInput(Later):
+    """A hook takes gradients of an input, through calls whose weights get theirs later."""
+
+    def begun(self, x: Tensor) -> Tensor:
+        point = x.detach().requires_grad_()
+        loss, z = self.body(point).square().mean(), self.body(x)
+        z.register_hook(lambda gradient: gradient + torch.autograd.grad(loss, point)[0])  # type: ignore[no-untyped-call]
+        return z
+
+
+@pytest.mark.parametrize("layer", [LaterOwnLoss, LaterHook, LaterHookOfInput])
 def test_a_layer_that_starts_too_late_is_an_error_and_works_in_the_next_step(
     layer: type[Later],
 ) -> None:
