@@ -28,6 +28,7 @@ from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Message, MessageKey, MiniBatch, Stream
 from stageline.runtime.optimizers.clipping import norm_table, norms_of
 from stageline.runtime.optimizers.speculation import sent_as
+from stageline.runtime.placement.layout import Layout
 from stageline.schedules.action import NO_VERSION, ONCE, Action, Kind
 
 SMALL = 2**20  # bytes of messages that may be held a little longer than they need
@@ -99,8 +100,8 @@ class ProcessesBackend:
 class ProcessesTransport:
     """The messages of one stream. State: routes by mini-batch, and receives still to be posted."""
 
-    def __init__(self, backend: ProcessesBackend, num_parameters: int) -> None:
-        self.backend, self.num_parameters = backend, num_parameters
+    def __init__(self, backend: ProcessesBackend, layout: Layout) -> None:
+        self.backend, self.layout = backend, layout
         self.outgoing, self.incoming = backend.connection.outgoing, backend.incoming
         self.routes: dict[int, dict[Action, Route]] = {}
         self.asked: list[MessageKey] = []
@@ -130,7 +131,7 @@ class ProcessesTransport:
             # what follows exchanges gradients, and waits for all ranks itself
             self.meetings[key] = lambda: Message({}, 0.0)
             return
-        table = norm_table(numbers, self.num_parameters)
+        table = norm_table(numbers, len(self.layout.parameter_numbers))
         arrive = self.backend.collectives.all_reduce(table, "norms", Group.PIPELINE)
         self.meetings[key] = lambda: Message(norms_of(arrive(), numbers), 0.0)
 
@@ -145,7 +146,7 @@ class ProcessesRun:
     def __init__(self, backend: ProcessesBackend, loop: Loop, stream: Stream) -> None:
         self.backend, self.loop, self.stream = backend, loop, stream
         self.connection, self.at = backend.connection, backend.connection.watch.position
-        self.transport = ProcessesTransport(backend, len(loop.layout.parameter_numbers))
+        self.transport = ProcessesTransport(backend, loop.layout)
 
     def feed(self, minibatch: MiniBatch) -> None:
         self.stream.add(minibatch)
