@@ -270,6 +270,16 @@ def test_what_the_backward_needs_first_is_fetched_first() -> None:
     assert [float(saved.unpack(number)) for number in numbers] == [0.0, 1.0, 2.0]
 
 
+def test_weights_and_views_of_weights_stay_on_the_device() -> None:
+    memory = FakeMemory()
+    saved, weight = OffloadedTensors(memory), nn.Parameter(torch.ones(2, 3))
+    for kept in (weight, weight.t(), weight[0]):
+        assert saved.pack(kept) is kept
+    assert memory.events == []
+    assert saved.pack(2 * weight) == 0
+    assert memory.events == ["copy out"]
+
+
 def test_activations_that_are_needed_next_are_not_offloaded() -> None:
     memory = FakeMemory()
     pipe = Pipeline(chain(), mse_loss, num_ranks=2, num_microbatches=4, schedule="1f1b")
