@@ -20,6 +20,8 @@ class Options:
     or "fused" to add weight gradients inside matrix products: faster, with another rounding.
     `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
+    Processes of one machine exchange tensors through shared memory, unless `shared_memory` is
+    False: then over gloo, as between machines.
 
     Two are for models whose forward is recorded, and may be given to `Pipeline` itself as well:
     `opaque` names modules that are never cut, and `cut_at` the layers that stages begin with.
@@ -35,5 +37,6 @@ class Options:
     offload: bool = False
     max_norm: float | None = None
     timeout: float = 60.0
+    shared_memory: bool = True
     opaque: Sequence[str] = ()
     cut_at: Sequence[str] = ()

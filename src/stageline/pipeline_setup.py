@@ -86,7 +86,7 @@ def open_pipeline(
     _check_layers(layers, stages, order)
     modes = recompute_modes(recompute, order.num_stages)
     settings = _settings(loss_fn, modes, functions, options)
-    connected = open_backend(backend, order, devices_by_rank, mesh, options.timeout)
+    connected = open_backend(backend, order, devices_by_rank, mesh, options)
     here = ranks_of_process(connected, order)
     uses_threads = backend == "threads"
     layout = Layout(layers, order, stages, devices_by_rank, here, tuple(costs), uses_threads)

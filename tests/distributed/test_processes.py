@@ -1,4 +1,7 @@
-"""Real processes over gloo: the bits of one process, and failures that speak."""
+"""Real processes: the bits of one process, and failures that speak.
+
+Messages go through shared memory, and where it says so over gloo, as between machines.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from tests.distributed.launch import launch
     "num_ranks",
     [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
 )
-def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int) -> None:
-    for ended in launch("schedules", num_ranks):
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
+def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int, messages: str) -> None:
+    for ended in launch("schedules", num_ranks, messages):
         assert ended.code == 0, ended.output
         assert "14 schedules equal" in ended.output
 
@@ -41,8 +45,9 @@ def test_replicas_and_tensor_parallelism_train_to_the_same_numbers(names: str) -
         assert "equal but for rounding" in ended.output
 
 
-def test_a_layer_that_raises_ends_every_rank_with_one_error() -> None:
-    ends = launch("failing", 3, "raise")
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
+def test_a_layer_that_raises_ends_every_rank_with_one_error(messages: str) -> None:
+    ends = launch("failing", 3, "raise", messages)
     for ended in ends:
         assert ended.code == 1
         assert "rank 1 failed in layer 'trouble' at 1F2 (forward, micro-batch 2)" in ended.output
@@ -51,8 +56,9 @@ def test_a_layer_that_raises_ends_every_rank_with_one_error() -> None:
     assert "in forward" in ends[1].output  # the traceback of the layer, where it happened
 
 
-def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
-    ends = launch("failing", 3, "SIGKILL")
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
+def test_a_rank_that_is_killed_is_named_by_the_others(messages: str) -> None:
+    ends = launch("failing", 3, "SIGKILL", messages)
     assert ends[1].code == -signal.SIGKILL
     for ended in (ends[0], ends[2]):
         assert ended.code == 1
@@ -60,8 +66,9 @@ def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
         assert "rank 1 at " in ended.output
 
 
-def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands() -> None:
-    ends = launch("failing", 3, "SIGSTOP", timeout=25.0, stopped=[1])
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
+def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands(messages: str) -> None:
+    ends = launch("failing", 3, "SIGSTOP", messages, timeout=25.0, stopped=[1])
     for ended in (ends[0], ends[2]):
         assert ended.code == 1
         assert "has waited 4 s for" in ended.output
@@ -158,7 +165,10 @@ def test_models_that_are_hard_to_cut_have_the_bits_of_a_plain_loop(
         assert message in ended.output, ended.output
 
 
-def test_values_of_many_sorts_pass_between_processes_and_may_change_in_every_step() -> None:
-    for ended in launch("values", 2, timeout=60.0):
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
+def test_values_of_many_sorts_pass_between_processes_and_may_change_in_every_step(
+    messages: str,
+) -> None:
+    for ended in launch("values", 2, messages, timeout=60.0):
         assert ended.code == 0, ended.output
         assert "all equal" in ended.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -75,21 +76,25 @@ def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
     return state, told
 
 
-def cases(num_ranks: int) -> Iterator[dict[str, Any]]:
+def cases(num_ranks: int, *, shared_memory: bool) -> Iterator[dict[str, Any]]:
     """Yield a pipeline's options for each schedule that there is for so many ranks."""
     for number, name in enumerate(sl.schedule_names(synchronous=True)):
         options: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2 * num_ranks}
         with suppress(sl.ScheduleError):
             sl.build_schedule(name, **options)
             recompute = ("never", "always", "except_last")[number % 3]
-            yield options | {"schedule": name, "recompute": recompute}
+            yield options | {
+                "schedule": name,
+                "recompute": recompute,
+                "shared_memory": shared_memory,
+            }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    all_cases = [*cases(num_ranks)]
+    all_cases = [*cases(num_ranks, shared_memory=sys.argv[1:] != ["gloo"])]
     found = [trained(options) for options in all_cases]
     # each process runs some of them alone, for all processes
     own = [trained(options | {"backend": "serial"}) for options in all_cases[rank::num_ranks]]

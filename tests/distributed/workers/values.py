@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ def trained(layers: list[nn.Module], backend: str, steps: int = 4) -> sl.Pipelin
         num_microbatches=2,
         backend=backend,
         balance=[1, 1] if len(layers) == 2 else [2, 1],
-        options=sl.Options(timeout=10.0),
+        options=sl.Options(timeout=10.0, shared_memory=sys.argv[1:] != ["gloo"]),
     )
     for step in range(steps):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from stageline.options import Options
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
@@ -25,7 +26,7 @@ Devices = tuple[torch.device | None, ...]  # by rank
 
 
 def open_backend(
-    name: str, schedule: Schedule, devices: Devices, mesh: DeviceMesh | None, timeout: float
+    name: str, schedule: Schedule, devices: Devices, mesh: DeviceMesh | None, options: Options
 ) -> Backend:
     """Return the backend of a name; a new one gets its line here."""
     if name == "serial":
@@ -37,8 +38,11 @@ def open_backend(
 
     stages = range(schedule.num_stages) if schedule.replicas else ()
     siblings = [ranks_of(schedule.placement, schedule.replicas, stage) for stage in stages]
-    groups = connect(mesh, schedule.num_ranks, timeout, siblings)
-    return ProcessesBackend(groups, devices, timeout)
+    shares_memory = options.shared_memory
+    groups = connect(
+        mesh, schedule.num_ranks, options.timeout, siblings, shares_memory=shares_memory
+    )
+    return ProcessesBackend(groups, devices, options.timeout)
 
 
 def ranks_of_process(backend: Backend, schedule: Schedule) -> frozenset[int]:

@@ -20,8 +20,9 @@ from stageline.runtime.backends.failures import failure_text
 from stageline.runtime.backends.processes.collectives import ProcessCollectives
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.channels import Incoming, RankLost
+from stageline.runtime.backends.processes.messages.channels import Incoming
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
+from stageline.runtime.backends.processes.messages.message_parts import RankLost
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec, predict_specs
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
@@ -103,22 +104,30 @@ class ProcessesTransport:
     def __init__(self, backend: ProcessesBackend, layout: Layout) -> None:
         self.backend, self.layout = backend, layout
         self.outgoing, self.incoming = backend.connection.outgoing, backend.incoming
+        self.links = backend.connection.groups.links
         self.routes: dict[int, dict[Action, Route]] = {}
         self.asked: list[MessageKey] = []
         self.meetings: dict[MessageKey, Callable[[], Message]] = {}
 
     def send(self, key: MessageKey, message: Message) -> None:
         peer, layout = self._route(key)
-        self.outgoing.send(peer, layout, message)
-        self.post()
+        if link := self.links.get(peer):
+            link.send(key, layout, message)
+        else:
+            self.outgoing.send(peer, layout, message)
+            self.post()
 
     def expect(self, minibatch: int, receive: Action) -> None:
-        self.asked.append((minibatch, sent_as(receive)._replace(version=receive.version)))
+        key = minibatch, sent_as(receive)._replace(version=receive.version)
+        if self._route(key)[0] not in self.links:
+            self.asked.append(key)
 
     def take(self, key: MessageKey) -> Message:
         if key[1].kind in ONCE:
             return self.meetings.pop(key)()
-        return self.incoming.take(key)
+        peer, layout = self._route(key)
+        link = self.links.get(peer)
+        return link.take(key, layout) if link else self.incoming.take(key)
 
     def post(self) -> None:
         """Post receives, after the sends that stand behind them: someone waits for what is sent."""
@@ -137,7 +146,9 @@ class ProcessesTransport:
 
     def _route(self, key: MessageKey) -> Route:
         position, send = key
-        return self.routes[position][send._replace(version=NO_VERSION)]
+        if send.version != NO_VERSION:
+            send = send._replace(version=NO_VERSION)
+        return self.routes[position][send]
 
 
 class ProcessesRun:
@@ -170,6 +181,8 @@ class ProcessesRun:
         need: MessageKey | None = None
         asked = perf_counter()
         try:
+            for link in self.transport.links.values():
+                link.begin_minibatch()
             with current(self.backend.device):
                 need = next(actions)
                 while True:

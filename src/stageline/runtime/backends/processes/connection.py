@@ -13,7 +13,8 @@ import torch.distributed as dist
 from stageline.errors import ModelError, StageError, StagelineError
 from stageline.runtime.backends.processes.failure_watch import FailureWatch
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.channels import Outgoing, RankLost
+from stageline.runtime.backends.processes.messages.channels import Outgoing
+from stageline.runtime.backends.processes.messages.message_parts import RankLost
 from stageline.schedules.action import Action
 
 

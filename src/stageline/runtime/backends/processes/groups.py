@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,8 @@ from stageline.runtime.backends.processes.failure_watch import (
     FailureWatch,
 )
 from stageline.runtime.backends.processes.heartbeats import call_with_timeout, store_unreachable
+from stageline.runtime.backends.processes.messages.local_links import LocalLink, open_links
+from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
 from stageline.torch_private import default_store, set_group_timeout
 
@@ -70,6 +72,7 @@ class ProcessGroups:
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
     own_replicas: OwnedGroup | None  # None: there is one replica
     own_siblings: OwnedGroup | None  # ranks that hold the same stage, if any do
+    links: Mapping[int, LocalLink]  # to ranks of this pipeline on this machine
     replica: int
     num_replicas: int
     is_first_part: bool  # the first of several processes that hold parts of the same tensors
@@ -95,15 +98,19 @@ class ProcessGroups:
 
     def hang_up(self) -> None:
         """Close all connections, so that nobody goes on waiting at either end."""
-        hang_up(self.opened)
+        hang_up(self.opened, self.links)
 
     def close(self) -> None:
+        for link in self.links.values():
+            link.close()
         for own in self.opened:
             own.close()
 
 
-def hang_up(opened: Sequence[OwnedGroup]) -> None:
-    """Close the connections of groups, so that nobody goes on waiting at either end."""
+def hang_up(opened: Sequence[OwnedGroup], links: Mapping[int, LocalLink]) -> None:
+    """Close connections, so that nobody goes on waiting at either end."""
+    for link in links.values():
+        link.hang_up()
     for own in opened:
         if own.close.alive:
             _hang_up(own.now)
@@ -124,47 +131,70 @@ def _hang_up(group: dist.ProcessGroup) -> None:
 
 
 def connect(
-    mesh: DeviceMesh | None, num_ranks: int, limit: float, stages: Sequence[range] = ()
+    mesh: DeviceMesh | None,
+    num_ranks: int,
+    limit: float,
+    stages: Sequence[range] = (),
+    *,
+    shares_memory: bool = True,
 ) -> ProcessGroups:
     """Find this process among those of the mesh, and connect it to them; all of them call it.
 
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
-    the ranks of each stage, if they take turns.
+    the ranks of each stage, if they take turns. If `shares_memory`, messages between ranks on one
+    machine go through memory.
     """
     grid = _checked_grid(mesh, num_ranks, has_siblings=bool(stages))
     dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
     opened: list[OwnedGroup] = []
-    watch = _assembled(grid, limit, lambda: hang_up(opened))
+    links: dict[int, LocalLink] = {}
+    watch = _assembled(grid, limit, lambda: hang_up(opened, links))
 
     def own_group(rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
         opened.append(watch.call("connections", lambda: _own_group(rows, limit, backend)))
         return opened[-1]
 
-    rows = [row for plane in grid.permute(0, 2, 1).tolist() for row in plane]
-    columns = [row for plane in grid.permute(1, 2, 0).tolist() for row in plane]
     everyone = [grid.flatten().tolist()]
     siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     try:
         groups = ProcessGroups(
             watch,
             opened,
-            own_group(rows),
+            own_group(_lines(grid.permute(0, 2, 1))),
             own_group(everyone, "gloo"),  # for numbers in host memory, so not NCCL
             own_group(everyone, "gloo"),
-            own_group(columns) if len(grid) > 1 else None,
+            own_group(_lines(grid.permute(1, 2, 0))) if len(grid) > 1 else None,
             own_group(siblings) if stages else None,
+            links,
             dp,
             len(grid),
             tp == 0,
         )
+        links.update(_links(grid[dp, :, tp].tolist(), groups, limit, shares_memory=shares_memory))
     except StageError:
         watch.leave()
         raise
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         message = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{message}\n  {error}") from None
     return groups
+
+
+def _links(
+    pipeline: list[int], groups: ProcessGroups, limit: float, *, shares_memory: bool
+) -> dict[int, LocalLink]:
+    everyone = groups.everyone
+    near = groups.watch.call(
+        "connections",
+        lambda: connect_neighbours(pipeline, everyone, shares_memory=shares_memory),
+    )
+    return open_links(near, limit)
+
+
+def _lines(grid: torch.Tensor) -> list[list[int]]:
+    """Return the lines of a grid along its last dimension."""
+    return [line for plane in grid.tolist() for line in plane]
 
 
 def _checked_grid(mesh: DeviceMesh | None, num_ranks: int, *, has_siblings: bool) -> torch.Tensor:

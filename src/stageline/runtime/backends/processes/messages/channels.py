@@ -7,7 +7,6 @@ rank thread      expect ─► irecv posted        send ─► packed, isend
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -19,24 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.model.layers import Value
 from stageline.runtime.backends.processes.exchange import bytes_to_tensor, decode_tensor
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.encoding import encode
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
+from stageline.runtime.backends.processes.messages.message_parts import (
+    RankLost,
+    parts_of_message,
+    unpacked_message,
+)
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.engine.minibatch import Message, MessageKey
-from stageline.runtime.exactness.in_place import Mark
 
 UNKNOWN = 0  # tag of messages whose form only the sender knows
-
-
-class RankLost(Exception):  # noqa: N818  what it means is for others to say
-    """Raised in a rank that did not get what it needs from another."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank = rank
 
 
 class Receive(NamedTuple):
@@ -75,7 +68,7 @@ class Incoming:
             else:
                 del self.promised[send]
                 self._wait(receive.work, receive.peer)
-                return _message(receive.layout, receive.buffer)
+                return unpacked_message(receive.layout, receive.buffer)
         return self.early.pop(send)
 
     def _take_unknown(self, peer: int) -> None:
@@ -90,7 +83,7 @@ class Incoming:
         layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
-        self.early[send] = _message(layout, buffer)
+        self.early[send] = unpacked_message(layout, buffer)
 
     def _receive(self, buffer: Tensor, peer: int) -> None:
         self._wait(self._posted(buffer, peer, UNKNOWN), peer)
@@ -106,15 +99,6 @@ class Incoming:
             work.wait(self.limit)
         except RuntimeError as error:  # the connection broke, or the time is over
             raise RankLost(peer, str(error)) from None
-
-
-def _message(layout: MessageLayout, buffer: Tensor) -> Message:
-    tensors, sent_at, aliased = layout.packing.unpack(buffer)
-    contents = layout.contents(tensors)
-    if not aliased:
-        return Message(contents, sent_at)
-    places = layout.places(contents)
-    return Message(contents, sent_at, {places[position]: Mark.ALIASED for position in aliased})
 
 
 class Outgoing:
@@ -133,22 +117,13 @@ class Outgoing:
         self.thread.start()
 
     def send(self, peer: int, layout: MessageLayout, message: Message) -> None:
-        contents: Mapping[Value, Any] = message.contents
-        tensors = layout.tensors(contents)
-        aliased: list[int] = []
-        if message.marks:
-            places = layout.places(contents)
-            marks = (message.marks.get(place, Mark.NONE) for place in places)
-            aliased = [i for i, mark in enumerate(marks) if mark & Mark.ALIASED]
-        if layout.shapes is None:
-            layout = replace(layout, shapes=_actual_shapes(layout, contents))
-            described = tuple(shape.description for shape in layout.shapes or ())
-            header = bytes_to_tensor(encode(described))
-            self._post(peer, torch.tensor([len(header)]), UNKNOWN)
-            self._post(peer, header, UNKNOWN)
-            self._post(peer, layout.packing.pack(tensors, aliased), UNKNOWN)
-        else:
-            self._post(peer, layout.packing.pack(tensors, aliased), layout.packing.tag)
+        layout, tensors, aliased, description = parts_of_message(layout, message)
+        tag = layout.packing.tag
+        if description:
+            tag = UNKNOWN
+            self._post(peer, torch.tensor([len(description)]), UNKNOWN)
+            self._post(peer, bytes_to_tensor(description), UNKNOWN)
+        self._post(peer, layout.packing.pack(tensors, aliased), tag)
 
     def flush(self, beyond: int = 0) -> None:
         """Hand new messages to the thread, if they take more than so many bytes."""
@@ -174,13 +149,3 @@ class Outgoing:
                 with suppress(RuntimeError):  # the rank learns of it when it sends or receives
                     items[0][0].wait()
                 del items[0]
-
-
-def _actual_shapes(layout: MessageLayout, contents: Mapping[Value, Any]) -> tuple[ValueSpec, ...]:
-    """Return the shapes of a message that depend on data; a gradient has those of its value."""
-    if layout.is_forward:
-        return tuple(ValueSpec.of(contents[value]) for value in layout.values)
-    return tuple(
-        ValueSpec.of([torch.empty(0) if t is None else t for t in contents[value]])
-        for value in layout.values
-    )

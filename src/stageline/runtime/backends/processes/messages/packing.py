@@ -64,24 +64,33 @@ class Packing:
         dtypes = {spec.dtype for spec in specs}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         width = dtype.itemsize
-        starts = tuple(_padded(end) // width for end in ends)
+        starts = tuple(padded(end) // width for end in ends)
         digest = crc32(repr(specs).encode())
-        return Packing(tuple(specs), starts, dtype, _padded(size) // width, head, digest)
+        return Packing(tuple(specs), starts, dtype, padded(size) // width, head, digest)
 
     @property
     def tag(self) -> int:
         """A tag by length: gloo aborts if a receive matches a message of another length."""
-        return 2 + self.length * self.dtype.itemsize // ALIGNED % NUM_TAGS
+        return 2 + self.num_bytes // ALIGNED % NUM_TAGS
 
     def empty(self) -> Tensor:
         return torch.empty(self.length, dtype=self.dtype)
 
-    def pack(self, tensors: Sequence[Tensor | None], aliased: Container[int] = ()) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.dtype.itemsize
+
+    def pack(
+        self,
+        tensors: Sequence[Tensor | None],
+        aliased: Container[int] = (),
+        buffer: Tensor | None = None,
+    ) -> Tensor:
         """Return the tensors in one buffer; raise `ModelError` if one does not match its spec.
 
         `aliased` are the positions of tensors that share their memory with others.
         """
-        buffer = torch.empty(self.length, dtype=self.dtype)
+        buffer = self.empty() if buffer is None else buffer
         flags, offsets, strides = list[int](), list[int](), list[int]()
         for position, (tensor, spec) in enumerate(zip(tensors, self.specs, strict=True)):
             flag = offset = 0
@@ -158,10 +167,11 @@ def rebuild_values(
 
 
 def _next_end(end: int, size: int) -> int:
-    return _padded(end) + size
+    return padded(end) + size
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Return where the next tensor begins, behind one that ends at this byte."""
     return -(-size // ALIGNED) * ALIGNED
 
 
