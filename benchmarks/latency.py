@@ -52,6 +52,7 @@ def measured(schedule: sl.Schedule, *, is_slow: bool, steps: int = 3) -> float:
         num_ranks=schedule.num_ranks,
         num_microbatches=schedule.num_microbatches,
         schedule=schedule,
+        options=sl.Options(shared_memory=False),
     )
     if is_slow:
         slow_down(pipe)

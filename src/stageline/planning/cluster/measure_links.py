@@ -6,13 +6,14 @@
 Each rank exchanges messages with the next. Most messages of a pipeline take these links, and their
 number grows linearly with the ranks, where that of all pairs grows with the square. The round trip
 of a small message is twice the latency; a large one takes its bytes over the bandwidth on top.
+Messages go where those of a pipeline go: through shared memory within a machine, else over gloo.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from itertools import groupby, pairwise
@@ -26,10 +27,18 @@ from torch import Tensor
 
 from stageline.costs import Link
 from stageline.errors import PlanError, StageError
+from stageline.model.layers import Value
 from stageline.planning.cluster.cluster import ByteSize, Cluster, Device, Level
 from stageline.planning.console import progress_bar
 from stageline.runtime.backends.processes.exchange import gather
 from stageline.runtime.backends.processes.groups import OwnedGroup
+from stageline.runtime.backends.processes.messages.layout import MessageLayout
+from stageline.runtime.backends.processes.messages.local_links import LocalLink, open_links
+from stageline.runtime.backends.processes.messages.message_parts import RankLost
+from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
+from stageline.runtime.backends.processes.messages.shapes import ValueSpec
+from stageline.runtime.engine.minibatch import Message
+from stageline.schedules.action import Action, Kind
 from stageline.units import format_bytes
 
 SMALL, LARGE = 64, 2**23  # bytes of a message
@@ -37,6 +46,7 @@ SMALL_PER_LARGE = 10  # small messages for each large one
 # The first rounds do not count: buffers are newly allocated, connections newly made.
 WARM_UP_ROUNDS, ROUNDS = 2, 7
 TIMEOUT = timedelta(minutes=1)  # to wait for another rank
+ANY_KEY, ANY_VALUE = (0, Action(0, Kind.SEND_F, 0, peer=1)), Value(0, "x")
 
 
 class MessageSeconds(NamedTuple):
@@ -44,6 +54,37 @@ class MessageSeconds(NamedTuple):
 
     small: float
     large: float
+
+
+class Probe(NamedTuple):
+    """A message that is sent to measure a link."""
+
+    tensor: Tensor
+    layout: MessageLayout
+
+    @staticmethod
+    def of(num_bytes: int) -> Probe:
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Probe(tensor, MessageLayout(True, (ANY_VALUE,), (ValueSpec.of(tensor),)))
+
+
+class Channels(NamedTuple):
+    """The ways to other ranks: links within the machine, and a group for all others."""
+
+    links: Mapping[int, LocalLink]
+    group: dist.ProcessGroup
+
+    def send(self, probe: Probe, peer: int) -> None:
+        if link := self.links.get(peer):
+            link.send(ANY_KEY, probe.layout, Message({ANY_VALUE: probe.tensor}, 0.0))
+        else:
+            dist.send(probe.tensor, peer, self.group)
+
+    def receive(self, probe: Probe, peer: int) -> None:
+        if link := self.links.get(peer):
+            link.take(ANY_KEY, probe.layout)
+        else:
+            dist.recv(probe.tensor, peer, self.group)
 
 
 class RankMeasurement(NamedTuple):
@@ -67,19 +108,23 @@ def measure_links(*, memory: ByteSize | None = None, progress: bool = True) -> C
         with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=TIMEOUT))) as own:
             ranks_per_machine = count_ranks_per_machine(gather(socket.gethostname(), own.now))
             total = (WARM_UP_ROUNDS + ROUNDS) * (num_ranks - 1)
+            near = connect_neighbours(range(num_ranks), own.now, shares_memory=True)
+            links = open_links(near, TIMEOUT.total_seconds())
             with progress_bar(total, "exchanges", enabled=progress and rank == 0) as begin:
-                to_next = _measure(rank, num_ranks, own.now, begin)
+                to_next = _measure(rank, num_ranks, Channels(links, own.now), begin)
+            for link in links.values():
+                link.close()
             mine = RankMeasurement(_memory(ranks_per_machine), to_next)
             measurements = gather(mine, own.now)
-    except RuntimeError as error:
+    except (OSError, RankLost, RuntimeError) as error:
         raise StageError(
             f"rank {rank} lost the connection to another rank while measuring links: check "
             f"whether a process has exited\n  {error}"
         ) from None
-    links = [link_of(each.to_next) for each in measurements if each.to_next]
+    found = [link_of(each.to_next) for each in measurements if each.to_next]
     if memory is None:
         memory = min(each.memory for each in measurements)
-    return Cluster(num_ranks, memory, levels=levels_of(ranks_per_machine, links))
+    return Cluster(num_ranks, memory, levels=levels_of(ranks_per_machine, found))
 
 
 def link_of(seconds: MessageSeconds) -> Link:
@@ -159,7 +204,7 @@ def _memory(ranks_per_machine: int) -> float:
 
 
 def _measure(
-    rank: int, num_ranks: int, group: dist.ProcessGroup, begin: Callable[[], None]
+    rank: int, num_ranks: int, channels: Channels, begin: Callable[[], None]
 ) -> MessageSeconds | None:
     """Return the median message times to the next rank, or None on the last rank.
 
@@ -167,27 +212,27 @@ def _measure(
     slow for a while affects all links alike.
     """
     times: list[MessageSeconds] = []
-    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL, LARGE))
+    small, large = Probe.of(SMALL), Probe.of(LARGE)
     for number in range(WARM_UP_ROUNDS + ROUNDS):
         for pair in pairwise(range(num_ranks)):
             begin()
             if rank in pair:
-                pings = [_one_way(small, rank, pair, group) for _ in range(SMALL_PER_LARGE)]
-                seconds = MessageSeconds(median(pings), _one_way(large, rank, pair, group))
+                pings = [_one_way(small, rank, pair, channels) for _ in range(SMALL_PER_LARGE)]
+                seconds = MessageSeconds(median(pings), _one_way(large, rank, pair, channels))
                 if rank == pair[0] and number >= WARM_UP_ROUNDS:
                     times.append(seconds)
-            dist.barrier(group)
+            dist.barrier(channels.group)
     return MessageSeconds(*map(median, zip(*times, strict=True))) if times else None
 
 
-def _one_way(message: Tensor, rank: int, pair: tuple[int, int], group: dist.ProcessGroup) -> float:
+def _one_way(probe: Probe, rank: int, pair: tuple[int, int], channels: Channels) -> float:
     """Send a message there and back, and return half of the time; valid on the first rank."""
     first, second = pair
     start = perf_counter()
     if rank == first:
-        dist.send(message, second, group)
-        dist.recv(message, second, group)
+        channels.send(probe, second)
+        channels.receive(probe, second)
     else:
-        dist.recv(message, first, group)
-        dist.send(message, first, group)
+        channels.receive(probe, first)
+        channels.send(probe, first)
     return (perf_counter() - start) / 2

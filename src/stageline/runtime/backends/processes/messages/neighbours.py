@@ -69,7 +69,7 @@ def _machine() -> str:
     """Return what only processes that can reach each other's sockets have in common."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+        return f"{boot} {Path('/proc/self/ns/net').readlink()} {socket.gethostname()}"
     return ""  # not Linux: others lack memory without a name
 
 
