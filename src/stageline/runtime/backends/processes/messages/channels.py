@@ -1,4 +1,4 @@
-"""Messages between this rank and others: receives that are posted, and sends that leave.
+"""Messages over a process group: receives that are posted, and sends that leave.
 
 rank thread      expect ─► irecv posted        send ─► packed, isend
                  takes it when it is needed         a thread waits for sends to leave
