@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
@@ -378,30 +380,74 @@ def test_gradients_of_two_steps_and_of_the_user_are_added_to(additions: list[int
     assert len(additions) > 20
 
 
-class DenseGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts gradients of a whole table, which are what the peak of memory consists of."""
+@pytest.mark.parametrize(("in_rows", "count"), [(True, 1), (False, 0)])
+def test_a_step_makes_one_gradient_of_the_whole_table(
+    in_rows: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes `.grad`; without rows it is autograd that makes one for each micro-batch."""
+    made: list[int] = []
+    original = embedding_gradients._dense
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+    def dense(gradient: Tensor, indices: Tensor, padding: int, num_rows: int) -> Tensor:
+        made.append(num_rows)
+        return original(gradient, indices, padding, num_rows)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_dense = func is torch.ops.aten.embedding_dense_backward.default and args[2] == ROWS
-        self.count += is_dense
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize(("in_rows", "count"), [(True, 1), (False, 4)])
-def test_a_step_makes_one_gradient_of_the_whole_table(in_rows: bool, count: int) -> None:
-    """It becomes `.grad`; without rows each micro-batch makes one beside `.grad`."""
+    monkeypatch.setattr(embedding_gradients, "_dense", dense)
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH), Mean(), nn.Linear(WIDTH, 5))
     options = sl.Options(embedding_rows=in_rows)
     given: Any = {"num_ranks": 2, "num_microbatches": 4, "options": options}
-    with sl.Pipeline(model, F.cross_entropy, **given) as pipe, DenseGradients() as dense:
+    with sl.Pipeline(model, F.cross_entropy, **given) as pipe:
         pipe.step(*batches()[0])
-    assert dense.count == count
+    assert made.count(ROWS) == count
+
+
+def test_the_peak_of_memory_is_a_table_less() -> None:
+    """Counted by what torch's profiler sees allocated and freed during a step."""
+
+    def peak(*, in_rows: bool) -> int:
+        model = nn.Sequential(nn.Embedding(ROWS, WIDTH), Mean(), nn.Linear(WIDTH, 5))
+        options = sl.Options(embedding_rows=in_rows)
+        given: Any = {
+            "num_ranks": 1,
+            "num_microbatches": 4,
+            "backend": "serial",
+            "options": options,
+        }
+        watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with sl.Pipeline(model, F.cross_entropy, **given) as pipe, watched as profiler:
+            pipe.step(*batches()[0])
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        sizes: list[int] = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+        return max(accumulate(sizes))
+
+    table = ROWS * WIDTH * 4
+    assert table < peak(in_rows=True) < 1.1 * table
+    assert peak(in_rows=False) > 2 * table
+
+
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Asks every tensor for its storage, as those do that count memory."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor):
+            result.untyped_storage()
+        return result
+
+
+def test_modes_below_autograd_see_no_sparse_tensors(additions: list[int]) -> None:
+    def run(table: nn.Embedding, x: Tensor) -> None:
+        with Storages():  # type: ignore[no-untyped-call]
+            lookup(table, x)
+
+    assert_equal_to_autograd(run, lambda: nn.Embedding(ROWS, WIDTH))
+    assert not additions
 
 
 def test_the_option_turns_it_off(additions: list[int]) -> None:

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.runtime.exactness.inner_gradients import is_transformed
 from stageline.torch_private import (
+    dispatch_modes,
     has_gradient_hooks,
     is_inside_transform,
     version_of,
@@ -160,8 +161,8 @@ def _adds_to_gradient(node: Any, gradient: Tensor, indices: Tensor) -> bool:
 
     Otherwise it returns the gradient to somebody, or differentiates it.
     """
-    if torch.is_grad_enabled() or is_inside_transform():
-        return False
+    if torch.is_grad_enabled() or is_inside_transform() or dispatch_modes():
+        return False  # a mode may ask every tensor for its storage, which sparse ones do not have
     # with half as many tokens as rows both take about as long
     if type(gradient) is not Tensor or not 0 < 2 * indices.numel() <= len(node.variable):
         return False
