@@ -120,6 +120,7 @@ def _settings(
         options.max_norm,
         options.batch_norm,
         options.accumulate,
+        options.embedding_rows,
         options.offload,
     )
 

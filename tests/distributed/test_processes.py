@@ -22,6 +22,13 @@ def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int, messag
         assert "14 schedules equal" in ended.output
 
 
+def test_large_embeddings_train_to_the_bits_of_one_process() -> None:
+    """Three steps of two schedules; all but a step's first micro-batch add rows, on rank 0."""
+    for rank, ended in enumerate(launch("embeddings", 2)):
+        assert ended.code == 0, ended.output
+        assert f"rows were added {0 if rank else 18} times" in ended.output
+
+
 def test_what_one_rank_cannot_do_right_is_refused_by_all() -> None:
     for ended in launch("refused", 2):
         assert ended.code == 0, ended.output

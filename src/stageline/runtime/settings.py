@@ -26,4 +26,5 @@ class Settings:
     max_norm: float | None = None
     batch_norm: str = "minibatch"
     accumulate: str = "exact"
+    embedding_rows: bool = True
     offload: bool = False

@@ -113,9 +113,18 @@ def _stages(layout: Layout, settings: Settings, tied: TiedWeights) -> list[Stage
         device = layout.stage_device(number)
         memory = host_memory(device) if settings.offload and device is not None else None
         modes = settings.batch_norm, settings.accumulate
-        threads = layout.uses_threads
         stages.append(
-            Stage(layout.layers, layers, values, tied, *modes, device, memory, uses_threads=threads)
+            Stage(
+                layout.layers,
+                layers,
+                values,
+                tied,
+                *modes,
+                device,
+                memory,
+                uses_threads=layout.uses_threads,
+                embedding_rows=settings.embedding_rows,
+            )
         )
     return stages
 

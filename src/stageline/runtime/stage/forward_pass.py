@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LOSS = "loss_fn"  # in the place of a layer's name
 LOSS_NUMBER = -1  # in the place of a layer's number
 EMPTY = torch.empty(0)
+NOTHING = nullcontext()
 
 
 def may_repeat(stage: Stage, args: ForwardArgs, *, again: bool = False) -> bool:
@@ -125,7 +126,8 @@ class ForwardPass:
         if not (intercepts or observes):
             return None
         inner = stage.inner_gradients
-        return WeightCallInterceptor(inner, intercepts=intercepts, observes=observes)
+        tables = stage.tables if stage.tables.layers else None
+        return WeightCallInterceptor(inner, tables, intercepts=intercepts, observes=observes)
 
     def _take_inputs(self) -> list[StageInput]:
         """Bring the values that the stage reads into a graph of its own."""
@@ -188,9 +190,17 @@ class ForwardPass:
     def _run_layer(self, layer: StageLayer, aliases: dict[str, Tensor] | None) -> None:
         self.stage.running_layer = layer.name
         given = [self.values[value] for value in layer.sources]
-        with self.stage.draws.of_layer(layer.module, self._key(layer.name)):
+        draws = self.stage.draws.of_layer(layer.module, self._key(layer.name))
+        with draws, self._tables(layer.number):
             result = _call(layer.module, aliases, given)
         self.values.update(zip(layer.writes, layer.layer.written(result), strict=True))
+
+    def _tables(self, layer: int) -> AbstractContextManager[Any]:
+        """Replace lookups in the layer's large tables, unless calls are intercepted anyway."""
+        if layer not in self.stage.tables.layers or not self.keeps_graph:
+            return NOTHING
+        is_done = self.interceptor is not None and self.interceptor.intercepts
+        return NOTHING if is_done else self.stage.tables
 
     def _loss(self) -> Tensor:
         stage, target = self.stage, self.args.target

@@ -22,6 +22,7 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd
+from stageline.runtime.stage.embedding_gradients import LargeTables
 from stageline.runtime.stage.forward_pass import ForwardPass, may_repeat, run_forward
 from stageline.runtime.stage.offload import HostMemory
 from stageline.runtime.stage.recomputation import Recomputation, check_inputs
@@ -57,6 +58,7 @@ class Stage:
         host_memory: HostMemory | None = None,
         *,
         uses_threads: bool = False,
+        embedding_rows: bool = True,
     ) -> None:
         self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
@@ -67,6 +69,7 @@ class Stage:
         modules = {layer.number: layer.module for layer in self.stage_layers}
         self.is_fused = accumulate == "fused"
         self.is_compiled = any(map(is_compiled, modules.values()))  # cannot be intercepted
+        self.tables = LargeTables(modules if embedding_rows and not self.is_compiled else {})
         names = [layer.name for layer in self.stage_layers]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = RunningStatistics.of(modules.values(), batch_norm)

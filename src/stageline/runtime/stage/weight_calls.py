@@ -31,6 +31,7 @@ from stageline.runtime.exactness.inner_gradients import (
     late_differentiation,
 )
 from stageline.runtime.stage import autograd
+from stageline.runtime.stage.embedding_gradients import LargeTables
 
 # Not normalisations: both halves of their backward read the same values again, which took a ResNet's
 # step 10 % longer and AmoebaNet's 15 % longer than to compute all of their gradients at once.
@@ -100,13 +101,14 @@ class WeightCallInterceptor(FunctionInterceptor):
     def __init__(
         self,
         known: InnerGradients | None = None,
+        tables: LargeTables | None = None,
         *,
         intercepts: bool = True,
         observes: bool = False,
     ) -> None:
         super().__init__()
         self.known = known or InnerGradients()
-        self.intercepts, self.observes = intercepts, observes
+        self.tables, self.intercepts, self.observes = tables, intercepts, observes
         self.forward = InterceptedForward(self.known)
         self.layer = 0  # its number
         self.calls: list[WeightCall] = []
@@ -185,7 +187,7 @@ class WeightCallInterceptor(FunctionInterceptor):
         copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
         args = tuple(_replaced(item, copies) for item in args)
         kwargs = {name: _replaced(item, copies) for name, item in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = (self.tables.call if self.tables else _call)(func, args, kwargs)
         results = result if isinstance(result, tuple) else (result,)
         needed = [item for item in results if _needs_gradient(item)]
         outputs = [get_gradient_edge(item) for item in needed]
@@ -223,6 +225,10 @@ class _AroundCall(torch.autograd.Function):
             return None, None, None, *(None for _ in call.leaves)
         outputs, found = zip(*known, strict=True)
         return None, None, None, *autograd.gradients(call.leaves, outputs, found)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def trained_weights(items: Iterable[Any]) -> list[nn.Parameter]:
