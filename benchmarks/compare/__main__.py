@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import typer
+from benchmarks.compare.cells import ablation as ablations
 from benchmarks.compare.cells import by_hand as hand
 from benchmarks.compare.cells import emulated as emulation
 from benchmarks.compare.cells import host as hosts
@@ -128,6 +129,19 @@ def by_hand(
 
 
 @app.command()
+def ablation(
+    workload: WorkloadFilter = None,
+    rounds: Rounds = ROUNDS,
+    quick: Quick = False,
+    folder: Folder = None,
+) -> None:
+    """Stageline over processes, beside itself with one fast path off."""
+    settings = Settings.of(rounds, quick, folder)
+    names = chosen_workloads(workload, ablations.WORKLOADS_OF)
+    measure(settings, ablations.groups(names, settings.rounds, is_quick=quick))
+
+
+@app.command()
 def report(quick: Quick = False, folder: Folder = None) -> None:
     """Print tables, draw pictures and write summary.json from what is stored."""
     write_report(Settings.of(ROUNDS, quick, folder))
@@ -136,7 +150,7 @@ def report(quick: Quick = False, folder: Folder = None) -> None:
 @app.command("all")
 def run_all(rounds: Rounds = ROUNDS, quick: Quick = False, folder: Folder = None) -> None:
     """Run every command, one after another: hours, on a machine where nothing else runs."""
-    for command in (one_rank, emulated, host, by_hand, memory, pipelines):
+    for command in (one_rank, emulated, host, by_hand, memory, ablation, pipelines):
         given: dict[str, Any] = {} if command is memory else {"rounds": rounds}
         command(**given, quick=quick, folder=folder)
 

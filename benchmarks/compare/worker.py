@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.compare.cells import by_hand, host, memory, pipelines
+from benchmarks.compare.cells import ablation, by_hand, host, memory, pipelines
 from benchmarks.compare.machine import machine
 from experiments.results import Results
 
 KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "ablation": ablation.measure,
     "pipelines": pipelines.measure,
     "host": host.measure,
     "memory": memory.measure,

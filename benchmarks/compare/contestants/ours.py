@@ -23,9 +23,10 @@ def processes(
     balance: Sequence[int],
     name: str = PROCESSES,
     init_fn: Init | None = None,
+    options: sl.Options = OPTIONS,
 ) -> Contestant:
     """Return a pipeline with a rank in each process."""
-    return _contestant(name, case, schedule, balance, "processes", init_fn)
+    return _contestant(name, case, schedule, balance, "processes", init_fn, options)
 
 
 def threads(
@@ -56,6 +57,7 @@ def _contestant(
     balance: Sequence[int],
     backend: str,
     init_fn: Init | None = None,
+    options: sl.Options = OPTIONS,
 ) -> Contestant:
     pipe = sl.Pipeline(
         case.layers,
@@ -66,7 +68,7 @@ def _contestant(
         balance=balance,
         backend=backend,
         init_fn=init_fn,
-        options=OPTIONS,
+        options=options,
     )
     return _of_pipeline(name, case, pipe)
 

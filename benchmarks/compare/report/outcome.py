@@ -103,7 +103,7 @@ def over_limit(run: Run, name: str) -> Ratio | None:
 
 def summary(runs: Runs) -> dict[str, Any]:
     """Return the ratios of all cells, as JSON has them."""
-    kinds = ("pipelines", "one-rank", "emulated", "by-hand")
+    kinds = ("pipelines", "one-rank", "emulated", "by-hand", "ablation")
     return {
         kind: [
             {"cell": each.cell, "of": each.ours, "over": each.peer, "order": each.order}

@@ -113,6 +113,7 @@ TABLES: dict[str, Callable[[Runs], Table]] = {
     "Peak memory": memory_table("memory", ours.PROCESSES, torch_pipelining.TORCH),
     "One rank, and two threads": speed_table("one-rank"),
     "Threads on emulated accelerators": speed_table("emulated"),
+    "Fast paths, on over off": speed_table("ablation"),
     "Planned, beside what is done by hand": speed_table("by-hand"),
     "Plans": plan_table,
     "Memory of plans": memory_table("memory by hand", ours.PLANNED, by_hand.BY_HAND),

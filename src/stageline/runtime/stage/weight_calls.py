@@ -33,8 +33,8 @@ from stageline.runtime.exactness.inner_gradients import (
 from stageline.runtime.stage import autograd
 from stageline.runtime.stage.embedding_gradients import LargeTables
 
-# Not normalisations: both halves of their backward read the same values again, which took a ResNet's
-# step 10 % longer and AmoebaNet's 15 % longer than to compute all of their gradients at once.
+# Not normalisations: both halves of their backward read the same values again. A ResNet's step took
+# 10 % longer so, and AmoebaNet's 15 %, than with all of their gradients computed at once.
 INTERCEPTED: frozenset[Callable[..., Any]] = frozenset(
     {
         F.linear,
