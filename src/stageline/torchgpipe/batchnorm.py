@@ -6,9 +6,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
-from stageline.runtime.exactness.batch_norm import Moments, update_statistics
+from stageline.runtime.exactness.batch_norm import (
+    Moments,
+    batch_norm_with_moments,
+    update_statistics,
+)
 from stageline.runtime.stage.forward_kind import running_forward
 from stageline.torch_private import BatchNormBase, child_table
 
@@ -47,11 +50,14 @@ class DeferredBatchNorm(BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name for it
         if not self.training or input.is_meta or running_forward() is not None:
             return super().forward(input)
-        self.moments.append(Moments.of(input))
+        assert self.running_mean is not None  # it tracks its statistics
+        given = {"input": input, "weight": self.weight, "bias": self.bias, "eps": self.eps}
+        result, moments = batch_norm_with_moments(self.running_mean, given)
+        self.moments.append(moments)
         if len(self.moments) >= self.chunks:
             update_statistics(self, self.moments)
             self.moments = []
-        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        return result
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's own name for it
         if input.dim() < 2:

@@ -113,10 +113,12 @@ def statistics(norms: list[BatchNormBase]) -> Iterator[None]:
     before = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
 
     def record(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        by_channel = args[0].detach().transpose(0, 1).flatten(1)
-        variance, mean = torch.var_mean(by_channel, 1, correction=0)
-        count = by_channel.shape[1]
-        seen[norm].append((count, mean.double(), variance.double() * count))
+        x = args[0].detach()
+        mean, variance = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+        # torch's own moments: with momentum 1 it puts them in place of the running ones
+        nn.functional.batch_norm(x, mean, variance, training=True, momentum=1.0)
+        count = x.numel() // x.shape[1]
+        seen[norm].append((count, mean.double(), variance.double() * (count - 1)))
 
     hooks = [norm.register_forward_pre_hook(record) for norm in norms]
     yield

@@ -7,10 +7,11 @@ by each micro-batch, as in a plain loop. A recomputed forward counts in neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from stageline.model.function_interceptor import FunctionInterceptor
 from stageline.torch_private import BatchNormBase
 
 MODES = ("minibatch", "microbatch")
+PARAMETERS = tuple(signature(F.batch_norm).parameters)
 
 
 class Moments(NamedTuple):
@@ -29,13 +31,6 @@ class Moments(NamedTuple):
     samples: int
     mean: Tensor
     squares: Tensor
-
-    @staticmethod
-    def of(x: Tensor) -> Moments:
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        variance, mean = torch.var_mean(x.detach(), dims, correction=0)
-        samples = x.numel() // x.shape[1]
-        return Moments(samples, mean.double(), variance.double() * samples)
 
     def merge(self, other: Moments) -> Moments:
         samples = self.samples + other.samples
@@ -81,9 +76,9 @@ class RunningStatistics:
             for norm, count in zip(tracked, counts, strict=True):
                 _count(norm).copy_(count)
 
-    def _recorder(self, when: tuple[int, int]) -> Callable[[Tensor, Tensor], None]:
-        def record(running_mean: Tensor, x: Tensor) -> None:
-            self.moments.setdefault(id(running_mean), []).append((when, Moments.of(x)))
+    def _recorder(self, when: tuple[int, int]) -> Callable[[Tensor, Moments], None]:
+        def record(running_mean: Tensor, moments: Moments) -> None:
+            self.moments.setdefault(id(running_mean), []).append((when, moments))
 
         return record
 
@@ -129,26 +124,40 @@ def update_statistics(norm: BatchNormBase, of_microbatches: Sequence[Moments]) -
         running.copy_((1 - factor) * running.double() + factor * new)
 
 
+def batch_norm_with_moments(like: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Moments]:
+    """Normalise a micro-batch, and return its moments; `given` are the parameters of F.batch_norm.
+
+    With momentum 1 its mean and unbiased variance are what running statistics `like` these become.
+    To compute them beside it took a ResNet's step a third longer.
+    """
+    mean, variance, x = torch.zeros_like(like), torch.zeros_like(like), given["input"]
+    own = {"running_mean": mean, "running_var": variance, "training": True, "momentum": 1.0}
+    result = F.batch_norm(**{**given, **own})
+    samples = x.numel() // x.shape[1]
+    return result, Moments(samples, mean.double(), variance.double() * (samples - 1))
+
+
 def _count(norm: BatchNormBase) -> Tensor:
     assert norm.num_batches_tracked is not None  # it is tracked
     return norm.num_batches_tracked
 
 
 class _WithoutRunningStatistics(FunctionInterceptor):
-    """Runs batch norm without its running statistics, and records their buffer and the input."""
+    """Runs batch norm without its running statistics, and records their buffer and the moments."""
 
-    def __init__(self, record: Callable[[Tensor, Tensor], None] | None) -> None:
+    def __init__(self, record: Callable[[Tensor, Moments], None] | None) -> None:
         super().__init__()
         self.record = record
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not F.batch_norm or not _is_training(args, kwargs):
+        if func is not F.batch_norm:
             return func(*args, **kwargs)
-        x, running_mean, _, *rest = args
-        if self.record and running_mean is not None:
-            self.record(running_mean, x)
-        return func(x, None, None, *rest, **kwargs)
-
-
-def _is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+        given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
+        running = given["running_mean"]
+        if not given.get("training", False) or running is None:
+            return func(*args, **kwargs)
+        if self.record is None:
+            return func(**given | {"running_mean": None, "running_var": None})
+        result, moments = batch_norm_with_moments(running, given)
+        self.record(running, moments)
+        return result
