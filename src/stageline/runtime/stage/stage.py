@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
@@ -152,27 +151,26 @@ class Stage:
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
             self._handle_weight_hooks(microbatch)
-        counts = {value: len(tensors) for value, tensors in graph.reads.items()}
-        return gradients_by_value(counts, graph.inputs.take_gradients())
+        return gradients_by_value(graph.reads, graph.inputs.take_gradients())
 
     def _roots(
         self, graph: StageGraph, gradients: Gradients
-    ) -> tuple[list[GradientEdge], list[Tensor]]:
+    ) -> tuple[list[autograd.Root], list[Tensor]]:
         """Return where the backward starts, and the gradients that it starts with.
 
         Autograd takes these before any other gradient: for a value that this stage and later ones
         read, the gradient of the later ones is the first term of the sum.
         """
-        roots: list[GradientEdge] = []
+        roots: list[autograd.Root] = []
         seeds = []
-        arrived = {value: moved(found, self.device) for value, found in gradients.items()}
+        arrived = moved(gradients, self.device)
         for value, tree in graph.writes.items():
             for tensor, seed in zip(trees.tensors(tree), arrived.get(value, ()), strict=False):
                 if tensor.requires_grad and seed is not None:
                     roots.append(autograd.root(tensor, seed))
                     seeds.append(seed)
         position = 0
-        for value, tensors in graph.reads.items():
+        for value, tensors in graph.reads.items() if graph.inputs.edges else ():
             for number, seed in enumerate(arrived.get(value, ())):
                 if seed is not None and position + number in graph.inputs.edges:
                     roots.append(graph.inputs.edges[position + number])

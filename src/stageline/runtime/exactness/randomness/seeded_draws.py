@@ -43,6 +43,8 @@ class RandomKey(NamedTuple):
 class Draws(Protocol):
     """The random numbers of a stage's layers and of its loss."""
 
+    deterministic: set[nn.Module]  # layers that are known to draw nothing
+    counts: bool  # whether `num_draws` is wanted
     num_draws: int  # forwards of layers and losses that drew
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
@@ -53,15 +55,15 @@ class Draws(Protocol):
 
 
 class SeededDraws:
-    """Draws where nobody else draws at the same time. State: a count.
+    """Draws where nobody else draws at the same time. State: a count, if it is wanted.
 
-    Seeding, looking whether numbers were drawn, and restoring the generator take 5 µs in all.
+    Seeding and restoring the generator take 3 µs, and looking whether numbers were drawn 3 more.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device | None) -> None:
         self.deterministic = {module for module in modules if not may_draw(module)}
         self.generators = default_generators(device)
-        self.num_draws = 0
+        self.counts, self.num_draws = False, 0
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
         return nullcontext() if module in self.deterministic else SeededGenerators(self, key)
@@ -84,15 +86,16 @@ class SeededGenerators:
         self.before = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(seed)
-        self.seeded = [generator.get_state() for generator in generators]
+        if self.draws.counts:
+            self.seeded = [generator.get_state() for generator in generators]
 
     def __exit__(self, *_: object) -> None:
-        states = zip(self.draws.generators, self.seeded, self.before, strict=True)
-        drew = False
-        for generator, seeded, before in states:
-            drew = drew or not is_same_state(seeded, generator.get_state())
+        generators = self.draws.generators
+        if self.draws.counts:
+            states = [generator.get_state() for generator in generators]
+            self.draws.num_draws += not all(map(is_same_state, self.seeded, states))
+        for generator, before in zip(generators, self.before, strict=True):
             generator.set_state(before)
-        self.draws.num_draws += drew
 
 
 def is_same_state(before: Tensor, after: Tensor) -> bool:

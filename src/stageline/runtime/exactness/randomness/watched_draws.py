@@ -101,7 +101,7 @@ class WatchedDraws:
         self.observed: dict[object, Drew] = {}
         self.trusts = device is None or device.type == "cpu"
         self.watches_all = False
-        self.num_draws = 0
+        self.counts, self.num_draws = True, 0  # what is watched is as easily counted
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
         if module in self.deterministic:
