@@ -249,7 +249,9 @@ def _run_forward(
     if purpose is Purpose.EVALUATE:
         forwarded = stage.run_only(this)
     else:
-        forwarded = stage.forward(this, minibatch.waiting.setdefault(number, InFlight()))
+        if number not in minibatch.waiting:
+            minibatch.waiting[number] = InFlight()
+        forwarded = stage.forward(this, minibatch.waiting[number])
         if forwarded.loss is not None:
             minibatch.losses[microbatch] = forwarded.loss
     if is_last and not minibatch.targets:
@@ -272,4 +274,4 @@ def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Con
 def _is_recomputed(run: RankRun, stage: int, microbatch: int, minibatch: MiniBatch) -> bool:
     mode = run.loop.recompute[stage]
     is_last = microbatch == len(minibatch.inputs) - 1
-    return mode == "always" or (mode == "except_last" and not is_last)
+    return mode != "never" and (mode == "always" or not is_last)

@@ -87,6 +87,7 @@ class ForwardPass:
         memory = stage.host_memory if args.offload else None
         self.offloaded = OffloadedTensors(memory) if memory else None
         self.graph_inputs = GraphInputs()
+        self.refused: RefusedGradients | None = None
         self.reads: dict[Value, list[Tensor]] = {}
         self.values: dict[Value, Any] = {}
 
@@ -102,6 +103,8 @@ class ForwardPass:
             loss = self._loss() if args.target else None
             if not stage.in_place.is_never:
                 stage.in_place.record(inputs)
+        if self.refused is not None:
+            self.refused.check(stage.name)
         if gradients:
             stage.inner_gradients.record_accumulation()
         return self._graph(inputs, loss, gradients)
@@ -147,9 +150,9 @@ class ForwardPass:
     def _enter_contexts(
         self, stack: ExitStack, versions: Mapping[int, Mapping[str, Tensor]]
     ) -> ForwardGradients:
-        """Enter what the layers need around them, which mostly is little; return inner gradients.
+        """Enter what the layers need around them; return the gradients from inside the forward.
 
-        To enter a context that does nothing costs half a microsecond for each micro-batch.
+        Most need nothing, and to enter a context costs a microsecond for each micro-batch.
         """
         stage, args = self.stage, self.args
         if stage.inner_gradients.may_use_forward_mode(self.loss_fn):
@@ -157,8 +160,7 @@ class ForwardPass:
         if (hooks := self._saved_tensor_hooks()) is not None:
             stack.enter_context(hooks)
         # outside of the interceptor, which would see each access to a tensor as a call
-        inner = self._forward_gradients(versions)
-        gradients = [] if inner is None else stack.enter_context(inner)
+        gradients = self._forward_gradients(stack, versions)
         if self.interceptor is not None:
             stack.enter_context(self.interceptor)
         if stage.statistics.modules:
@@ -179,17 +181,18 @@ class ForwardPass:
         return None
 
     def _forward_gradients(
-        self, versions: Mapping[int, Mapping[str, Tensor]]
-    ) -> AbstractContextManager[ForwardGradients] | None:
+        self, stack: ExitStack, versions: Mapping[int, Mapping[str, Tensor]]
+    ) -> ForwardGradients:
         """Collect or refuse gradients that a backward inside the forward brings to weights."""
         stage, inner = self.stage, self.stage.inner_gradients
         if not self.grad or inner.is_trusted(self.loss_fn):
-            return None
+            return []
         own = [layer.aliases for layer in stage.stage_layers if layer.aliases]
         weights = inner.weights(versions.values() if versions else own)
         if inner.collects and not stage.is_compiled:
-            return collected_gradients(weights)
-        return RefusedGradients(weights, stage.name)
+            return stack.enter_context(collected_gradients(weights))
+        self.refused = RefusedGradients(weights)
+        return []
 
     def _run_layers(
         self, inputs: list[StageInput], weights: Mapping[int, dict[str, Tensor]]
@@ -221,7 +224,7 @@ class ForwardPass:
         stage, target = self.stage, self.args.target
         assert target is not None  # this is the last stage
         stage.running_layer = LOSS
-        output = self.values[stage.layers.output]
+        output = self.values[stage.output]
         with stage.draws.of_loss(target.loss_fn, self._key(LOSS)):
             return target.loss(output, stage.device)
 
@@ -255,8 +258,8 @@ class ForwardPass:
         In new containers: a layer may still change a dict or list that it returned.
         """
         stage, kept = self.stage, self.stage.sent
-        if stage.has_output and not self.args.target and stage.layers.output not in kept:
-            kept = (*kept, stage.layers.output)
+        if stage.has_output and not self.args.target and stage.output not in kept:
+            kept = (*kept, stage.output)
         return {value: trees.map_leaves(trees.identity, self.values[value]) for value in kept}
 
 

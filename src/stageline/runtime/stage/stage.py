@@ -37,6 +37,8 @@ from stageline.runtime.stage.stage_values import (
 from stageline.runtime.stage.weight_calls import WeightCall
 from stageline.torch_private import is_compiled
 
+NO_CONTEXT = nullcontext()
+
 
 class Stage:
     """A run of consecutive layers on one rank.
@@ -60,7 +62,8 @@ class Stage:
         self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
         self.sent = tuple(sorted(sent))
-        self.has_output = layers.output.writer in numbers
+        self.output = layers.output
+        self.has_output = self.output.writer in numbers
         self.reads = reads_of(layers, numbers)
         self.stage_layers = layers_of_stage(layers, numbers, tied, {*self.sent, layers.output})
         modules = {layer.number: layer.module for layer in self.stage_layers}
@@ -142,7 +145,8 @@ class Stage:
         roots, seeds = self._roots(graph, gradients)
         graph.inputs.store.is_expected = True
         with self._gathering(graph.version):
-            add_forward_gradients(in_flight.forward_gradients.pop(microbatch, []))
+            if in_flight.forward_gradients:
+                add_forward_gradients(in_flight.forward_gradients.pop(microbatch, []))
             if roots:
                 with self._observed_hooks(graph.calls, in_halves=in_halves):
                     autograd.backward(roots, seeds)
@@ -163,7 +167,7 @@ class Stage:
         """
         roots: list[autograd.Root] = []
         seeds = []
-        arrived = moved(gradients, self.device)
+        arrived = gradients if self.device is None else moved(gradients, self.device)
         for value, tree in graph.writes.items():
             for tensor, seed in zip(trees.tensors(tree), arrived.get(value, ()), strict=False):
                 if tensor.requires_grad and seed is not None:
@@ -208,7 +212,7 @@ class Stage:
             self.versions.hand_over()
 
     def _gathering(self, version: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.versions is None else self.versions.gathering(version)
+        return NO_CONTEXT if self.versions is None else self.versions.gathering(version)
 
     def _handle_weight_hooks(self, microbatch: int) -> None:
         """Store gradients of tied weights with hooks; check that no hook changed a weight."""
@@ -221,4 +225,4 @@ class Stage:
     ) -> AbstractContextManager[HookGradients | None]:
         """Observe hooks that take gradients during the backward, where calls are intercepted."""
         may_intercept = (in_halves or self.is_fused) and not self.is_compiled
-        return HookGradients(self.inner_gradients, calls) if may_intercept else nullcontext()
+        return HookGradients(self.inner_gradients, calls) if may_intercept else NO_CONTEXT

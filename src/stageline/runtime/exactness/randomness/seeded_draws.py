@@ -78,24 +78,25 @@ class SeededGenerators:
     A checkpoint inside of the block keeps their states, so that it draws the same numbers again.
     """
 
+    __slots__ = ("before", "draws", "key", "seeded")
+
     def __init__(self, draws: SeededDraws, key: RandomKey) -> None:
         self.draws, self.key = draws, key
 
     def __enter__(self) -> None:
-        generators, seed = self.draws.generators, layer_seed(*self.key)
-        self.before = [generator.get_state() for generator in generators]
-        for generator in generators:
+        seed = layer_seed(*self.key)
+        self.before = [(generator, generator.get_state()) for generator in self.draws.generators]
+        for generator, _ in self.before:
             generator.manual_seed(seed)
         if self.draws.counts:
-            self.seeded = [generator.get_state() for generator in generators]
+            self.seeded = [generator.get_state() for generator, _ in self.before]
 
     def __exit__(self, *_: object) -> None:
-        generators = self.draws.generators
         if self.draws.counts:
-            states = [generator.get_state() for generator in generators]
+            states = [generator.get_state() for generator, _ in self.before]
             self.draws.num_draws += not all(map(is_same_state, self.seeded, states))
-        for generator, before in zip(generators, self.before, strict=True):
-            generator.set_state(before)
+        for generator, state in self.before:
+            generator.set_state(state)
 
 
 def is_same_state(before: Tensor, after: Tensor) -> bool:
