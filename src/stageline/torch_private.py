@@ -19,7 +19,6 @@ from torch import Tensor, nn, overrides
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -154,7 +153,7 @@ _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def run_backward(
-    roots: Sequence[GradientEdge],
+    roots: Sequence[Any],  # tensors and gradient edges; torch takes both at a time
     seeds: Sequence[Tensor],
     leaves: Sequence[Tensor] = (),
     *,

@@ -430,7 +430,19 @@ class Sampled(nn.Module):
         return attended.view(x.shape) + torch.full_like(x.detach(), 0.5).bernoulli_()
 
 
-@pytest.mark.parametrize("kind", [Uniform, Sampled])
+class Dropped(nn.Module):
+    """Drops in every way that `dropout` can be called, beside attention with and without one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drop, attend = nn.functional.dropout, nn.functional.scaled_dot_product_attention
+        x = drop(x.t(), p=0.3, training=True).t() + drop(2 * x, 0.5, True, True)
+        x = x + drop(x, 0.0) + drop(x, 1.0) + drop(x, training=False) + drop(x[:0]).sum()
+        heads = x.view(1, 1, *x.shape)
+        y = attend(heads, heads, heads) + attend(heads, heads, heads, None, 0.3)
+        return (y + attend(query=heads, key=heads, value=heads)).view(x.shape)
+
+
+@pytest.mark.parametrize("kind", [Uniform, Sampled, Dropped])
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_whatever_a_layer_draws_with_is_reproducible_in_every_step(

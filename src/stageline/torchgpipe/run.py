@@ -35,6 +35,8 @@ class Runner:
         """
         session = session_of(self.pipe)
         follow_modes(session.assembly.layout.layers)
+        for stage in session.assembly.stages:
+            stage.draws.counts = True
         before = self._num_draws()
         outputs = call_on_parts(session, parts, _seed(), self._run_stages)
         if self._num_draws() != before:

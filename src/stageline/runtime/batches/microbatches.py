@@ -77,6 +77,8 @@ def cut(batch: Any, pieces: list[int]) -> list[Any]:
                 f"the batch has a {type(leaf).__name__}{_at(trees.paths(spec)[number])}, but "
                 f"tensors or arrays in it would not be cut into micro-batches: {USE_CONTAINERS}"
             )
+    if spec.type is None:  # a single tensor, as most targets are
+        return [*columns[0]]
     rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
     return [trees.unflatten(row, spec) for row in rows]
 

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from time import perf_counter
 from typing import NamedTuple
 
-from stageline.model.layers import Value
 from stageline.runtime.engine.exchange_tied_gradients import exchange_gradients
 from stageline.runtime.engine.loop import Handlers, RankRun
 from stageline.runtime.engine.minibatch import (
@@ -23,7 +22,7 @@ from stageline.runtime.engine.minibatch import (
     RecordedAction,
 )
 from stageline.runtime.engine.tasks import Task
-from stageline.runtime.exactness.in_place import NO_MARKS, Mark, Marks
+from stageline.runtime.exactness.in_place import NO_MARKS, Marks
 from stageline.runtime.exactness.weight_aliases import UnchangedWeights
 from stageline.runtime.optimizers.clipping import clip_factor, gradient_norms, scale_, total_norm
 from stageline.runtime.stage.stage_values import ForwardArgs, InFlight
@@ -173,13 +172,13 @@ def _receive(
 ) -> Generator[MessageKey, Message, Received]:
     asked, sent = perf_counter(), 0.0
     contents: Contents = {}
-    marks: dict[tuple[Value, int], Mark] = {}
+    marks = NO_MARKS
     for message, is_far in task.awaits:
         key = minibatch.position, message
         found = (yield key) if is_far else run.boxes.inbox.pop(key)
         sent = max(sent, found.sent_at) if is_far else sent
         contents.update(found.contents)
-        marks.update(found.marks)
+        marks = {**marks, **found.marks} if found.marks else marks
     return Received(contents, marks, asked, sent)
 
 
@@ -193,27 +192,31 @@ def _deliver(
 ) -> None:
     """Record the action, and put what it made into messages."""
     end = perf_counter()
-    times = received.asked, received.sent, start, end
-    run.record(RecordedAction(task.action, *times, minibatch.position))
+    if run.stream.records:
+        times = received.asked, received.sent, start, end
+        run.record(RecordedAction(task.action, *times, minibatch.position))
     values, marks = made
     boxes = run.boxes
     for message, is_far, names in task.gives:
         contents = {value: values[value] for value in names if value in values}
-        own_marks = {place: mark for place, mark in marks.items() if place[0] in contents}
+        own_marks = {p: mark for p, mark in marks.items() if p[0] in contents} if marks else marks
         box = boxes.outbox if is_far else boxes.inbox
         box[minibatch.position, message] = Message(contents, end, own_marks)
 
 
 def record(run: RankRun, action: Action, minibatch: MiniBatch, start: float) -> None:
-    run.record(RecordedAction(action, start, 0.0, start, perf_counter(), minibatch.position))
+    if run.stream.records:
+        run.record(RecordedAction(action, start, 0.0, start, perf_counter(), minibatch.position))
 
 
 def _fetch_ahead(run: RankRun, task: Task) -> None:
     """Fetch what the next backward needs from host memory, while something else is computed."""
     if task.ahead is None:
         return
-    minibatch = run.stream.minibatches.get(run.segment - task.ahead.lag)
     stage, microbatch = task.ahead.action.stage, task.ahead.action.microbatch
+    if run.loop.stages[stage].host_memory is None:
+        return
+    minibatch = run.stream.minibatches.get(run.segment - task.ahead.lag)
     if minibatch is not None and stage in minibatch.waiting:
         run.loop.stages[stage].fetch(microbatch, minibatch.waiting[stage])
 
@@ -246,7 +249,9 @@ def _run_forward(
     if purpose is Purpose.EVALUATE:
         forwarded = stage.run_only(this)
     else:
-        forwarded = stage.forward(this, minibatch.waiting.setdefault(number, InFlight()))
+        if number not in minibatch.waiting:
+            minibatch.waiting[number] = InFlight()
+        forwarded = stage.forward(this, minibatch.waiting[number])
         if forwarded.loss is not None:
             minibatch.losses[microbatch] = forwarded.loss
     if is_last and not minibatch.targets:
@@ -269,4 +274,4 @@ def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Con
 def _is_recomputed(run: RankRun, stage: int, microbatch: int, minibatch: MiniBatch) -> bool:
     mode = run.loop.recompute[stage]
     is_last = microbatch == len(minibatch.inputs) - 1
-    return mode == "always" or (mode == "except_last" and not is_last)
+    return mode != "never" and (mode == "always" or not is_last)

@@ -100,8 +100,7 @@ class RankRun:
         return replace(self, transport=transport)
 
     def record(self, time: RecordedAction) -> None:
-        if self.stream.records:
-            self.stream.times.setdefault(self.rank, []).append(time)
+        self.stream.times.setdefault(self.rank, []).append(time)
 
 
 def run_tasks(run: RankRun, tasks: Iterable[Task] | None = None) -> Actions:

@@ -156,8 +156,7 @@ class _WithoutRunningStatistics(FunctionInterceptor):
         running = given["running_mean"]
         if not given.get("training", False) or running is None:
             return func(*args, **kwargs)
-        if self.record is None:
-            return func(**given | {"running_mean": None, "running_var": None})
         result, moments = batch_norm_with_moments(running, given)
-        self.record(running, moments)
+        if self.record is not None:  # it is no recomputation, whose graph saves the same tensors
+            self.record(running, moments)
         return result

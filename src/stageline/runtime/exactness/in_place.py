@@ -14,8 +14,8 @@ directly from the stage that wrote it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,7 @@ Marks = Mapping[tuple[Value, int], Mark]  # by value and position of the tensor 
 NO_MARKS: Marks = {}
 
 
-@dataclass(frozen=True)
-class StageInput:
+class StageInput(NamedTuple):
     """A tensor that enters a stage."""
 
     value: Value
@@ -73,18 +72,21 @@ class InPlaceChanges:
         self.read_later = frozenset(read_later)  # values that later stages read as well
         self.unchanged: dict[object, bool] = {}  # whether a value was left unchanged
 
-    def take_in(self, value: Value, tensor: Tensor, mark: Mark, *, is_kept: bool) -> StageInput:
-        """Return the tensor as the stage's input, or a copy.
+    def take_in(
+        self, value: Value, tensors: Sequence[Tensor], marks: Marks, *, is_kept: bool
+    ) -> list[StageInput]:
+        """Return the tensors of a value as inputs of the stage, or copies of them.
 
-        `is_kept`: a recomputation will start from it.
+        `is_kept`: a recomputation will start from them.
         """
-        if is_kept or value in self.shared:
-            mark |= Mark.BORROWED
+        own = Mark.BORROWED if is_kept or value in self.shared else Mark.NONE
         is_safe = self.is_never or self.unchanged.get(self._key(value), False)
-        given = tensor
-        if not is_safe:
-            given = exact_copy(tensor).requires_grad_(tensor.requires_grad)
-        return StageInput(value, tensor, mark, given, version_of(given))
+        inputs = []
+        for position, tensor in enumerate(tensors):
+            mark = own | marks.get((value, position), own) if marks else own
+            given = tensor if is_safe else exact_copy(tensor).requires_grad_(tensor.requires_grad)
+            inputs.append(StageInput(value, tensor, mark, given, version_of(given)))
+        return inputs
 
     def check_layer(self, layer: str, inputs: Sequence[StageInput]) -> None:
         """Raise ModelError if the layer that just ran changed an input that others use."""
@@ -144,8 +146,7 @@ class InPlaceChanges:
             )
 
     def _key(self, value: Value) -> object:
-        training = tuple(module.training for module in self.modules)
-        return value, training, torch.is_grad_enabled()
+        return value, *[module.training for module in self.modules], torch.is_grad_enabled()
 
 
 def never_changes_inputs(module: nn.Module) -> bool:

@@ -11,8 +11,8 @@ runs its forward again, or is refused if this would change its state twice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from types import CodeType, FunctionType
 from typing import Any
@@ -128,15 +128,13 @@ class InnerGradients:
         raise RepeatForward
 
     def weights(self, aliases: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Return all weights that a forward may use, and their aliases."""
-        found: list[Tensor | None] = [table[name] for table, name in self.parameters]
-        found += [alias for each in aliases for alias in each.values()]
-        return list({id(weight): weight for weight in found if weight is not None}.values())
+        """Return all weights that a forward may use, and their aliases; some maybe twice."""
+        found = [weight for table, name in self.parameters if (weight := table[name]) is not None]
+        return [*found, *(alias for each in aliases for alias in each.values())]
 
-    def forward_mode_lock(self, loss_fn: Callable[..., Any] | None) -> AbstractContextManager[Any]:
-        """Return a lock for a forward that may use forward mode: threads share its level."""
-        enters = self.has_forward_mode or (loss_fn is not None and self._loss(loss_fn)[1])
-        return FORWARD_MODE_LOCK if enters else nullcontext()
+    def may_use_forward_mode(self, loss_fn: Callable[..., Any] | None) -> bool:
+        """Return whether a forward needs `FORWARD_MODE_LOCK`."""
+        return self.has_forward_mode or (loss_fn is not None and self._loss(loss_fn)[1])
 
     def _loss(self, loss_fn: Callable[..., Any]) -> tuple[bool, bool]:
         if loss_fn not in self.losses:
@@ -188,7 +186,8 @@ def collected_gradients(weights: Iterable[Tensor]) -> Iterator[ForwardGradients]
         found.append((weight, weight.grad))
         weight.grad = None
 
-    before = [(weight, weight.grad) for weight in weights if weight.requires_grad]
+    once = {id(weight): weight for weight in weights}.values()
+    before = [(weight, weight.grad) for weight in once if weight.requires_grad]
     handles = [
         weight.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         for weight, _ in before
@@ -204,24 +203,29 @@ def collected_gradients(weights: Iterable[Tensor]) -> Iterator[ForwardGradients]
             weight.grad = gradient
 
 
-@contextmanager
-def refused_gradients(weights: Iterable[Tensor], stage: str) -> Iterator[ForwardGradients]:
-    """Raise ModelError if a backward inside a forward brings gradients to weights."""
-    found = list(weights)
-    before = [weight.grad for weight in found]
-    changes = _num_changes(before)
-    yield []
-    after = [weight.grad for weight in found]
-    if any(map(operator.is_not, before, after)) or _num_changes(after) != changes:
-        raise ModelError(
-            f"a backward() inside the forward of {stage!r} added to the gradients of weights, but "
-            "none did in the first step, so these were not kept apart from those of other "
-            "micro-batches: set gradients to zero and run the step again"
-        )
+class RefusedGradients:
+    """The gradients of weights before a forward, which must not add to them."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = weights
+        self.before = [weight.grad for weight in weights]
+        self.num_changes = _num_changes(self.before)
+
+    def check(self, stage: str) -> None:
+        """Raise ModelError if a backward inside the forward brought gradients to weights."""
+        after = [weight.grad for weight in self.weights]
+        if any(map(operator.is_not, self.before, after)) or _num_changes(after) != self.num_changes:
+            raise ModelError(
+                f"a backward() inside the forward of {stage!r} added to the gradients of weights, "
+                "but none did in the first step, so these were not kept apart from those of other "
+                "micro-batches: set gradients to zero and run the step again"
+            )
 
 
 def add_forward_gradients(gradients: ForwardGradients) -> None:
     """Add what a forward brought to weights, as autograd adds and when a plain loop would."""
+    if not gradients:
+        return
     with torch.no_grad():
         for weight, gradient in gradients:
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
@@ -229,7 +233,7 @@ def add_forward_gradients(gradients: ForwardGradients) -> None:
 
 def _num_changes(gradients: Iterable[Tensor | None]) -> int:
     """Return how often gradients were changed in place, all together."""
-    return sum(version_of(gradient) for gradient in gradients if gradient is not None)
+    return sum([version_of(gradient) for gradient in gradients if gradient is not None])
 
 
 def _may_use_forward_mode(module: nn.Module) -> bool:

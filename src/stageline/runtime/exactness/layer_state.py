@@ -18,7 +18,7 @@ all are copied once, when the stage first runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -103,15 +103,15 @@ class LayerState:
         self.changing: set[tuple[int, str]] | None = None  # None: it has not run yet
         self.uses_global_generators: bool | None = None  # None: not known
 
-    @contextmanager
-    def exclusive_generators(self) -> Iterator[None]:
+    def exclusive_generators(self) -> AbstractContextManager[None]:
         """Let only one stage at a time use the global generators.
 
         Held around a forward that uses them, and around the first, to see whether it does.
         """
-        if self.uses_global_generators is False:
-            yield
-            return
+        return nullcontext() if self.uses_global_generators is False else self._held_generators()
+
+    @contextmanager
+    def _held_generators(self) -> Iterator[None]:
         with GLOBAL_GENERATORS:
             before = global_generators()
             yield

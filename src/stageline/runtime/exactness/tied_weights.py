@@ -91,6 +91,8 @@ class TiedWeights:
 
     def store_hooked_gradients(self, layers: Container[int], microbatch: int) -> None:
         """Store what a micro-batch's backward brought to aliases of weights with hooks."""
+        if not self.hooked:
+            return
         for weight, aliases in self.by_weight:
             for number, alias in aliases:
                 if weight in self.hooked and number in layers and alias.grad is not None:

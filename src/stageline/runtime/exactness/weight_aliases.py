@@ -75,7 +75,7 @@ class UnchangedWeights:
 
     def check(self) -> None:
         """Raise ModelError if a hook changed one of them."""
-        if any(version_of(weight) != version for weight, version in self.versions.items()):
+        if self.versions and any(version_of(w) != number for w, number in self.versions.items()):
             raise _changed_by_hook()
 
 

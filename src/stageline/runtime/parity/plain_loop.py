@@ -30,7 +30,7 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import restored_after_hooks
 from stageline.runtime.parity.unwrapped_model import run_unwrapped
 from stageline.runtime.stage import autograd
-from stageline.runtime.stage.forward_kind import ForwardKind, running
+from stageline.runtime.stage.forward_kind import ForwardKind, RunningForward
 from stageline.runtime.stage.forward_pass import LOSS, LOSS_NUMBER
 from stageline.runtime.stage.split_backward import add_weight_gradients
 from stageline.runtime.stage.stage_values import Target
@@ -65,7 +65,7 @@ def plain_step(
         interceptor = WeightCallInterceptor(InnerGradients.fixed(direct)) if is_fused else None
         with ExitStack() as stack:
             step.ambient.enter(stack, grad=True)
-            stack.enter_context(running(ForwardKind.ONLY))
+            stack.enter_context(RunningForward(ForwardKind.ONLY))
             stack.enter_context(statistics.observe(step.number, microbatch, again=False))
             call = calls[microbatch] if calls else None
             loss = _forward(layers, step, microbatch, target, tied, interceptor, call)

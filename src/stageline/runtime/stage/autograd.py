@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from stageline.torch_private import run_backward
 
-Roots = Sequence[GradientEdge]
+Root = Tensor | GradientEdge
+Roots = Sequence[Root]
 
 
 def backward(roots: Roots, seeds: Sequence[Tensor]) -> None:
@@ -43,7 +44,7 @@ def leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
             pending += (following for following, _ in node.next_functions)
 
 
-def root(tensor: Tensor, seed: Tensor) -> GradientEdge:
+def root(tensor: Tensor, seed: Tensor) -> Root:
     """Return where a backward from this tensor starts.
 
     Raise RuntimeError if its gradient `seed` has another shape, which the engine would sum
@@ -53,4 +54,4 @@ def root(tensor: Tensor, seed: Tensor) -> GradientEdge:
         raise RuntimeError(
             f"a gradient has shape {tuple(seed.shape)}, but its tensor has {tuple(tensor.shape)}"
         )
-    return get_gradient_edge(tensor)
+    return tensor

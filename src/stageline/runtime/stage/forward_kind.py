@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 
@@ -24,11 +22,14 @@ def running_forward() -> ForwardKind | None:
     return _RUNNING.get()
 
 
-@contextmanager
-def running(kind: ForwardKind) -> Iterator[None]:
+class RunningForward:
     """Within it, `running_forward` returns this kind."""
-    token = _RUNNING.set(kind)
-    try:
-        yield
-    finally:
-        _RUNNING.reset(token)
+
+    def __init__(self, kind: ForwardKind) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        self.token = _RUNNING.set(self.kind)
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.reset(self.token)

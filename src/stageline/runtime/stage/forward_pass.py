@@ -14,17 +14,18 @@ from stageline.model import trees
 from stageline.model.layers import Value
 from stageline.model.named_places import replaced_parameters
 from stageline.runtime.devices import moved
-from stageline.runtime.exactness.in_place import Mark, StageInput
+from stageline.runtime.exactness.in_place import StageInput
 from stageline.runtime.exactness.inner_gradients import (
+    FORWARD_MODE_LOCK,
     NO_SAVED_TENSORS,
     ForwardGradients,
+    RefusedGradients,
     RepeatForward,
     collected_gradients,
-    refused_gradients,
 )
 from stageline.runtime.exactness.layer_state import StateSnapshot
 from stageline.runtime.exactness.randomness.seeded_draws import RandomKey
-from stageline.runtime.stage.forward_kind import ForwardKind, running
+from stageline.runtime.stage.forward_kind import ForwardKind, RunningForward
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
 from stageline.runtime.stage.stage_layers import StageLayer
@@ -87,28 +88,24 @@ class ForwardPass:
         memory = stage.host_memory if args.offload else None
         self.offloaded = OffloadedTensors(memory) if memory else None
         self.graph_inputs = GraphInputs()
+        self.refused: RefusedGradients | None = None
+        self.reads: dict[Value, list[Tensor]] = {}
         self.values: dict[Value, Any] = {}
 
     def run(self) -> StageGraph:
         """Run all layers, and the loss on the last stage."""
         stage, args = self.stage, self.args
         weights = stage.versions.of(args.version) if stage.versions and self.grad else {}
-        with ExitStack() as stack:
+        with RunningForward(self._kind()), ExitStack() as stack:
             args.context.enter(stack, grad=self.grad)
-            stack.enter_context(running(self._kind()))
             inputs = self._take_inputs()
-            stack.enter_context(stage.inner_gradients.forward_mode_lock(self.loss_fn))
-            stack.enter_context(self._saved_tensor_hooks())
-            # outside of the interceptor, which would see each access to a tensor as a call
-            gradients = stack.enter_context(self._forward_gradients(weights))
-            stack.enter_context(self.interceptor or nullcontext())
-            if stage.statistics.modules:
-                observed = stage.statistics.observe(args.step, args.microbatch, again=self.again)
-                stack.enter_context(observed)
+            gradients = self._enter_contexts(stack, weights)
             self._run_layers(inputs, weights)
             loss = self._loss() if args.target else None
             if not stage.in_place.is_never:
                 stage.in_place.record(inputs)
+        if self.refused is not None:
+            self.refused.check(stage.name)
         if gradients:
             stage.inner_gradients.record_accumulation()
         return self._graph(inputs, loss, gradients)
@@ -134,11 +131,16 @@ class ForwardPass:
         stage, args, inputs = self.stage, self.args, list[StageInput]()
         is_kept = args.recompute and not self.again  # the inputs are needed once more
         for value in stage.reads:
-            self.values[value] = moved(args.values[value], stage.device)
-            for position, tensor in enumerate(trees.tensors(self.values[value])):
-                mark = args.marks.get((value, position), Mark.NONE)
-                inputs.append(stage.in_place.take_in(value, tensor, mark, is_kept=is_kept))
-        entered = iter(self.graph_inputs.enter([item.given for item in inputs]))
+            tree = args.values[value]
+            self.reads[value] = tensors = trees.tensors(tree)
+            if stage.device is not None:
+                tree = moved(tree, stage.device)
+                tensors = trees.tensors(tree)
+            self.values[value] = tree
+            inputs += stage.in_place.take_in(value, tensors, args.marks, is_kept=is_kept)
+        later = stage.in_place.read_later
+        read_later = [i for i, item in enumerate(inputs) if item.value in later] if later else ()
+        entered = iter(self.graph_inputs.enter([item.given for item in inputs], read_later))
 
         def replaced(leaf: Any) -> Any:
             return next(entered) if isinstance(leaf, Tensor) else trees.as_graph_leaf(leaf)
@@ -147,30 +149,52 @@ class ForwardPass:
             self.values[value] = trees.map_leaves(replaced, self.values[value])
         return inputs
 
-    def _saved_tensor_hooks(self) -> AbstractContextManager[Any]:
+    def _enter_contexts(
+        self, stack: ExitStack, versions: Mapping[int, Mapping[str, Tensor]]
+    ) -> ForwardGradients:
+        """Enter what the layers need around them; return the gradients from inside the forward.
+
+        Most need nothing, and to enter a context costs a microsecond for each micro-batch.
+        """
+        stage, args = self.stage, self.args
+        if stage.inner_gradients.may_use_forward_mode(self.loss_fn):
+            stack.enter_context(FORWARD_MODE_LOCK)
+        if (hooks := self._saved_tensor_hooks()) is not None:
+            stack.enter_context(hooks)
+        # outside of the interceptor, which would see each access to a tensor as a call
+        gradients = self._forward_gradients(stack, versions)
+        if self.interceptor is not None:
+            stack.enter_context(self.interceptor)
+        if stage.statistics.modules:
+            observed = stage.statistics.observe(args.step, args.microbatch, again=self.again)
+            stack.enter_context(observed)
+        return gradients
+
+    def _saved_tensor_hooks(self) -> AbstractContextManager[Any] | None:
         """Drop saved tensors if the forward will be recomputed, or move them to host memory."""
         if not self.grad or self.needs_saved_tensors:
-            return nullcontext()
+            return None
         if not self.keeps_graph:
             # torch picks other kernels, with other bits, where no graph is recorded; so one is, and
             # what it would save for the backward is dropped at once
             return saved_tensors_hooks(_drop, self.stage.inner_gradients.need_saved_tensor)
         if self.offloaded:
             return saved_tensors_hooks(self.offloaded.pack, self.offloaded.unpack)
-        return nullcontext()
+        return None
 
     def _forward_gradients(
-        self, versions: Mapping[int, Mapping[str, Tensor]]
-    ) -> AbstractContextManager[ForwardGradients]:
+        self, stack: ExitStack, versions: Mapping[int, Mapping[str, Tensor]]
+    ) -> ForwardGradients:
         """Collect or refuse gradients that a backward inside the forward brings to weights."""
         stage, inner = self.stage, self.stage.inner_gradients
         if not self.grad or inner.is_trusted(self.loss_fn):
-            return nullcontext([])
-        own = [layer.aliases or {} for layer in stage.stage_layers]
+            return []
+        own = [layer.aliases for layer in stage.stage_layers if layer.aliases]
         weights = inner.weights(versions.values() if versions else own)
         if inner.collects and not stage.is_compiled:
-            return collected_gradients(weights)
-        return refused_gradients(weights, stage.name)
+            return stack.enter_context(collected_gradients(weights))
+        self.refused = RefusedGradients(weights)
+        return []
 
     def _run_layers(
         self, inputs: list[StageInput], weights: Mapping[int, dict[str, Tensor]]
@@ -188,11 +212,15 @@ class ForwardPass:
             self.interceptor.layer = LOSS_NUMBER
 
     def _run_layer(self, layer: StageLayer, aliases: dict[str, Tensor] | None) -> None:
+        draws, module = self.stage.draws, layer.module
         self.stage.running_layer = layer.name
         given = [self.values[value] for value in layer.sources]
-        draws = self.stage.draws.of_layer(layer.module, self._key(layer.name))
-        with draws, self._tables(layer.number):
-            result = _call(layer.module, aliases, given)
+        tables = self._tables(layer.number)
+        if module in draws.deterministic and tables is NOTHING:
+            result = _call(module, aliases, given)
+        else:
+            with draws.of_layer(module, self._key(layer.name)), tables:
+                result = _call(module, aliases, given)
         self.values.update(zip(layer.writes, layer.layer.written(result), strict=True))
 
     def _tables(self, layer: int) -> AbstractContextManager[Any]:
@@ -206,7 +234,7 @@ class ForwardPass:
         stage, target = self.stage, self.args.target
         assert target is not None  # this is the last stage
         stage.running_layer = LOSS
-        output = self.values[stage.layers.output]
+        output = self.values[stage.output]
         with stage.draws.of_loss(target.loss_fn, self._key(LOSS)):
             return target.loss(output, stage.device)
 
@@ -223,7 +251,7 @@ class ForwardPass:
         sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
         return StageGraph(
             inputs=self.graph_inputs,
-            reads={value: trees.tensors(args.values[value]) for value in stage.reads},
+            reads=self.reads,
             writes=writes,
             loss=loss,
             weight=args.target.weight if args.target else 0.0,
@@ -240,8 +268,8 @@ class ForwardPass:
         In new containers: a layer may still change a dict or list that it returned.
         """
         stage, kept = self.stage, self.stage.sent
-        if stage.has_output and not self.args.target and stage.layers.output not in kept:
-            kept = (*kept, stage.layers.output)
+        if stage.has_output and not self.args.target and stage.output not in kept:
+            kept = (*kept, stage.output)
         return {value: trees.map_leaves(trees.identity, self.values[value]) for value in kept}
 
 

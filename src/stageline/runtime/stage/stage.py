@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
@@ -39,6 +38,8 @@ from stageline.runtime.stage.stage_values import (
 from stageline.runtime.stage.weight_calls import WeightCall
 from stageline.torch_private import is_compiled
 
+NO_CONTEXT = nullcontext()
+
 
 class Stage:
     """A run of consecutive layers on one rank.
@@ -63,7 +64,8 @@ class Stage:
         self.layers, self.numbers, self.tied = layers, numbers, tied
         self.device, self.host_memory = device, host_memory
         self.sent = tuple(sorted(sent))
-        self.has_output = layers.output.writer in numbers
+        self.output = layers.output
+        self.has_output = self.output.writer in numbers
         self.reads = reads_of(layers, numbers)
         self.stage_layers = layers_of_stage(layers, numbers, tied, {*self.sent, layers.output})
         modules = {layer.number: layer.module for layer in self.stage_layers}
@@ -146,7 +148,8 @@ class Stage:
         roots, seeds = self._roots(graph, gradients)
         graph.inputs.store.is_expected = True
         with self._gathering(graph.version):
-            add_forward_gradients(in_flight.forward_gradients.pop(microbatch, []))
+            if in_flight.forward_gradients:
+                add_forward_gradients(in_flight.forward_gradients.pop(microbatch, []))
             if roots:
                 with self._observed_hooks(graph.calls, in_halves=in_halves):
                     autograd.backward(roots, seeds)
@@ -155,27 +158,26 @@ class Stage:
             elif graph.calls:
                 add_weight_gradients(graph.calls, fused=self.is_fused)
             self._handle_weight_hooks(microbatch)
-        counts = {value: len(tensors) for value, tensors in graph.reads.items()}
-        return gradients_by_value(counts, graph.inputs.take_gradients())
+        return gradients_by_value(graph.reads, graph.inputs.take_gradients())
 
     def _roots(
         self, graph: StageGraph, gradients: Gradients
-    ) -> tuple[list[GradientEdge], list[Tensor]]:
+    ) -> tuple[list[autograd.Root], list[Tensor]]:
         """Return where the backward starts, and the gradients that it starts with.
 
         Autograd takes these before any other gradient: for a value that this stage and later ones
         read, the gradient of the later ones is the first term of the sum.
         """
-        roots: list[GradientEdge] = []
+        roots: list[autograd.Root] = []
         seeds = []
-        arrived = {value: moved(found, self.device) for value, found in gradients.items()}
+        arrived = gradients if self.device is None else moved(gradients, self.device)
         for value, tree in graph.writes.items():
             for tensor, seed in zip(trees.tensors(tree), arrived.get(value, ()), strict=False):
                 if tensor.requires_grad and seed is not None:
                     roots.append(autograd.root(tensor, seed))
                     seeds.append(seed)
         position = 0
-        for value, tensors in graph.reads.items():
+        for value, tensors in graph.reads.items() if graph.inputs.edges else ():
             for number, seed in enumerate(arrived.get(value, ())):
                 if seed is not None and position + number in graph.inputs.edges:
                     roots.append(graph.inputs.edges[position + number])
@@ -213,7 +215,7 @@ class Stage:
             self.versions.hand_over()
 
     def _gathering(self, version: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.versions is None else self.versions.gathering(version)
+        return NO_CONTEXT if self.versions is None else self.versions.gathering(version)
 
     def _handle_weight_hooks(self, microbatch: int) -> None:
         """Store gradients of tied weights with hooks; check that no hook changed a weight."""
@@ -226,4 +228,4 @@ class Stage:
     ) -> AbstractContextManager[HookGradients | None]:
         """Observe hooks that take gradients during the backward, where calls are intercepted."""
         may_intercept = (in_halves or self.is_fused) and not self.is_compiled
-        return HookGradients(self.inner_gradients, calls) if may_intercept else nullcontext()
+        return HookGradients(self.inner_gradients, calls) if may_intercept else NO_CONTEXT

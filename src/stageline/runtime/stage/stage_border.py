@@ -14,8 +14,9 @@ sum, because autograd adds the gradients of a value from its last use to its fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stageline.errors import ModelError
 
 
-@dataclass
+@dataclass(slots=True)
 class InputGradients:
     """The gradients of a graph's inputs. It does not refer to the graph, which refers to it."""
 
@@ -37,26 +38,33 @@ class GraphInputs:
     """The tensors that enter a stage for one micro-batch. State: their gradients, once computed."""
 
     def __init__(self) -> None:
-        self.edges: dict[int, GradientEdge] = {}  # by position, of tensors that need a gradient
+        self.differentiable: list[int] = []  # positions of tensors that need a gradient
+        self.edges: dict[int, GradientEdge] = {}  # by position, of those that later stages read
         self.store = InputGradients()
 
-    def enter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors as the stage's layers see them."""
-        differentiable = [i for i, tensor in enumerate(tensors) if _needs_gradient(tensor)]
+    def enter(self, tensors: Sequence[Tensor], read_later: Container[int] = ()) -> list[Tensor]:
+        """Return the tensors as the stage's layers see them.
+
+        `read_later` are the positions of those whose gradient from later stages is to come in here.
+        """
         entered = [tensor.detach() for tensor in tensors]
-        if differentiable:
+        if torch.is_grad_enabled():
+            self.differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        if self.differentiable:
             anchor = torch.empty(0, requires_grad=True)  # makes the outputs part of a graph
-            found = _Enter.apply(self.store, anchor, *(entered[i] for i in differentiable))  # type: ignore[no-untyped-call]
-            for position, tensor in zip(differentiable, found, strict=True):
+            given = [entered[i] for i in self.differentiable]
+            found = _Enter.apply(self.store, anchor, *given)  # type: ignore[no-untyped-call]
+            for position, tensor in zip(self.differentiable, found, strict=True):
                 entered[position] = tensor
-                self.edges[position] = get_gradient_edge(tensor)
+                if position in read_later:
+                    self.edges[position] = get_gradient_edge(tensor)
         return entered
 
     def take_gradients(self) -> dict[int, Tensor | None]:
         """Return the gradients by position, and release them."""
-        found = self.store.gradients or (None,) * len(self.edges)
+        found = self.store.gradients or (None,) * len(self.differentiable)
         self.store.gradients = ()
-        return dict(zip(self.edges, found, strict=True))
+        return dict(zip(self.differentiable, found, strict=True))
 
 
 class _Enter(torch.autograd.Function):
@@ -79,16 +87,9 @@ class _Enter(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
-def _needs_gradient(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
-
-
 def gradients_by_value(
-    counts: Mapping[Any, int], by_position: Mapping[int, Tensor | None]
+    tensors: Mapping[Any, Sequence[Tensor]], by_position: Mapping[int, Tensor | None]
 ) -> dict[Any, list[Tensor | None]]:
-    """Return for each value the gradients of its tensors; `counts` says how many it has."""
-    found, start = {}, 0
-    for value, count in counts.items():
-        found[value] = [by_position.get(start + i) for i in range(count)]
-        start += count
-    return found
+    """Return for each value the gradients of its tensors."""
+    gradients = map(by_position.get, count())
+    return {value: [*islice(gradients, len(own))] for value, own in tensors.items()}

@@ -14,19 +14,13 @@ class StageLayer(NamedTuple):
     """A layer in its stage: everything that is known before any data arrives."""
 
     number: int
+    name: str
+    module: nn.Module
     layer: Layer
     sources: tuple[Value, ...]
     writes: tuple[Value, ...]
     last_uses: tuple[Value, ...]  # values of this stage that nothing reads after this layer
     aliases: dict[str, Tensor] | None  # of weights that other layers use as well
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
-
-    @property
-    def module(self) -> nn.Module:
-        return self.layer.module
 
 
 def layers_of_stage(
@@ -37,6 +31,8 @@ def layers_of_stage(
     return [
         StageLayer(
             number,
+            layers.layers[number].name,
+            layers.layers[number].module,
             layers.layers[number],
             layers.sources[number],
             tuple(Value(number, name) for name in layers.layers[number].writes),

@@ -48,7 +48,7 @@ class Period:
     def routes(self) -> Routes:
         return Routes(self.edges, self.placement, self.replicas)
 
-    @property
+    @cached_property
     def lag(self) -> int:
         """Return how many segments after its first forward a mini-batch's last action runs."""
         return max((entry.lag for row in self.rows for entry in row), default=0)

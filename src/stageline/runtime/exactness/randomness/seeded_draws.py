@@ -43,6 +43,8 @@ class RandomKey(NamedTuple):
 class Draws(Protocol):
     """The random numbers of a stage's layers and of its loss."""
 
+    deterministic: set[nn.Module]  # layers that are known to draw nothing
+    counts: bool  # whether `num_draws` is wanted
     num_draws: int  # forwards of layers and losses that drew
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
@@ -53,15 +55,15 @@ class Draws(Protocol):
 
 
 class SeededDraws:
-    """Draws where nobody else draws at the same time. State: a count.
+    """Draws where nobody else draws at the same time. State: a count, if it is wanted.
 
-    Seeding, looking whether numbers were drawn, and restoring the generator take 5 µs in all.
+    Seeding and restoring the generator take 3 µs, and looking whether numbers were drawn 3 more.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device | None) -> None:
         self.deterministic = {module for module in modules if not may_draw(module)}
         self.generators = default_generators(device)
-        self.num_draws = 0
+        self.counts, self.num_draws = False, 0
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
         return nullcontext() if module in self.deterministic else SeededGenerators(self, key)
@@ -76,23 +78,25 @@ class SeededGenerators:
     A checkpoint inside of the block keeps their states, so that it draws the same numbers again.
     """
 
+    __slots__ = ("before", "draws", "key", "seeded")
+
     def __init__(self, draws: SeededDraws, key: RandomKey) -> None:
         self.draws, self.key = draws, key
 
     def __enter__(self) -> None:
-        generators, seed = self.draws.generators, layer_seed(*self.key)
-        self.before = [generator.get_state() for generator in generators]
-        for generator in generators:
+        seed = layer_seed(*self.key)
+        self.before = [(generator, generator.get_state()) for generator in self.draws.generators]
+        for generator, _ in self.before:
             generator.manual_seed(seed)
-        self.seeded = [generator.get_state() for generator in generators]
+        if self.draws.counts:
+            self.seeded = [generator.get_state() for generator, _ in self.before]
 
     def __exit__(self, *_: object) -> None:
-        states = zip(self.draws.generators, self.seeded, self.before, strict=True)
-        drew = False
-        for generator, seeded, before in states:
-            drew = drew or not is_same_state(seeded, generator.get_state())
-            generator.set_state(before)
-        self.draws.num_draws += drew
+        if self.draws.counts:
+            states = [generator.get_state() for generator, _ in self.before]
+            self.draws.num_draws += not all(map(is_same_state, self.seeded, states))
+        for generator, state in self.before:
+            generator.set_state(state)
 
 
 def is_same_state(before: Tensor, after: Tensor) -> bool:
