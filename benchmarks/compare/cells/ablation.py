@@ -6,7 +6,7 @@ the last one, except where that is what is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,7 +67,8 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     if has_dropout(case.layers):
         close(found)
         found = contestants(case, schedule)
-    times = take_turns([several(each) for each in found], cell["rounds"])
+    in_turns = [each.in_a_row(STEPS, reads=each.name == READING) for each in found]
+    times = take_turns(in_turns, cell["rounds"])
     close(found)
     return {"times": times}
 
@@ -80,20 +81,3 @@ def contestants(case: Case, schedule: sl.Schedule) -> list[Contestant]:
     found += (make(case.copy(), name=name, options=options) for name, options in OFF.items())
     fused = replace(ours.OPTIONS, accumulate="fused")
     return [*found, make(case.copy(), name=FUSED, options=fused)]
-
-
-def several(contestant: Contestant) -> Contestant:
-    """Return the same with several steps in a row."""
-    read: Callable[[Any], object] = contestant.loss if contestant.name == READING else _leave
-
-    def steps() -> float | None:
-        for _ in range(STEPS):
-            result = contestant.step()
-            read(result)
-        return contestant.loss(result)
-
-    return replace(contestant, step=steps)
-
-
-def _leave(_: Any) -> None:
-    """Do not read a result."""
