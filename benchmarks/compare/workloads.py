@@ -140,8 +140,8 @@ REAL = (
     ),
     Workload(
         "gpt-vocabulary",
-        # GPT-2 small with a third of its width and vocabulary: the head is a third of the work
-        partial(language, vocabulary=16_752, width=256, heads=4, blocks=12, context=64, batch=16),
+        # GPT-2 small with a quarter of its width and vocabulary: the head is a third of the work
+        partial(language, vocabulary=12_564, width=192, heads=3, blocks=12, context=96, batch=32),
         partial(language, **TINY | {"vocabulary": 301}),
     ),
     Workload(
@@ -152,15 +152,15 @@ REAL = (
     Workload(
         "amoebanet",
         # GPipe's, on images of its size; its cells are the smallest that the paper's code has
-        partial(images, model=lambda: amoebanet_d(10, 6, 32), batch=16, side=224),
+        partial(images, model=lambda: amoebanet_d(10, 6, 32), batch=32, side=224),
         partial(images, model=lambda: amoebanet_d(10, 3, 16), batch=16, side=64),
     ),
     Workload(
         "encoder-decoder",
-        # BART-base with a third of its width and vocabulary, to summarise: its sources of 1,024
+        # BART-base with a quarter of its width and vocabulary, to summarise: its sources of 1,024
         # tokens have summaries of up to 142, which is 7 to 1
-        partial(translation, batch=16, source=128, length=18, vocabulary=16_752, width=256,
-                heads=4, blocks=6),
+        partial(translation, batch=32, source=128, length=18, vocabulary=12_564, width=192,
+                heads=3, blocks=6),
         partial(translation, batch=8, source=12, length=6, vocabulary=31, width=16, heads=2,
                 blocks=2),
     ),
