@@ -118,7 +118,8 @@ def without_statistics(layers: sl.LayerSequence) -> sl.LayerSequence:
     """Return copies of the layers whose BatchNorms have no running statistics.
 
     Contestants update these by micro-batch, in torch's own kernel. A profile is of the default,
-    by mini-batch, which reads each input once more: 60 % of the time of AmoebaNet's forward.
+    by mini-batch, which reads each input once more: AmoebaNet's forward of two samples takes
+    53 ms with it, and 35 ms without.
     """
     found = layers.copy()
     for part in found.modules.modules():
