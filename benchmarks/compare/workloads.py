@@ -122,9 +122,9 @@ def emulated(num_ranks: int, milliseconds: float) -> Workload:
     return Workload(name, build(1.0), build(0.1), num_ranks, count)
 
 
-# Uneven models have the proportions of published ones, and sizes at which a step takes 0.3 to 1 s
-# and a kernel about a millisecond: with less, the time is that of the host, and with more,
-# `pipelines` with its 28 contestants of 17 rounds each takes hours.
+# Uneven models have the proportions of published ones, and sizes at which a step by hand takes
+# 0.5 to 1.4 s: with less, much of the time is that of the host, and with more, `pipelines`, with
+# 17 rounds of every schedule and contestant, takes hours.
 SMALL: Any = {"vocabulary": VOCABULARY, "heads": 4, "context": 64, "dropout": 0.05}
 TINY: Any = {"vocabulary": 31, "width": 16, "heads": 2, "blocks": 4, "context": 8, "batch": 8}
 REAL = (
@@ -140,8 +140,8 @@ REAL = (
     ),
     Workload(
         "gpt-vocabulary",
-        # GPT-2 small with a third of its width and vocabulary: the head is a third of the work
-        partial(language, vocabulary=16_752, width=256, heads=4, blocks=12, context=64, batch=16),
+        # GPT-2 small with a quarter of its width and vocabulary: the head is a third of the work
+        partial(language, vocabulary=12_564, width=192, heads=3, blocks=12, context=96, batch=32),
         partial(language, **TINY | {"vocabulary": 301}),
     ),
     Workload(
@@ -151,22 +151,22 @@ REAL = (
     ),
     Workload(
         "amoebanet",
-        # GPipe's, on images of its size; its cells are the smallest that the paper's code has
-        partial(images, model=lambda: amoebanet_d(10, 6, 32), batch=16, side=224),
+        # GPipe's AmoebaNet-D on images of the same size, with fewer cells and filters
+        partial(images, model=lambda: amoebanet_d(10, 6, 32), batch=32, side=224),
         partial(images, model=lambda: amoebanet_d(10, 3, 16), batch=16, side=64),
     ),
     Workload(
         "encoder-decoder",
-        # BART-base with a third of its width and vocabulary, to summarise: its sources of 1,024
+        # BART-base with a quarter of its width and vocabulary, to summarise: its sources of 1,024
         # tokens have summaries of up to 142, which is 7 to 1
-        partial(translation, batch=16, source=128, length=18, vocabulary=16_752, width=256,
-                heads=4, blocks=6),
+        partial(translation, batch=32, source=128, length=18, vocabulary=12_564, width=192,
+                heads=3, blocks=6),
         partial(translation, batch=8, source=12, length=6, vocabulary=31, width=16, heads=2,
                 blocks=2),
     ),
     Workload(
         "embedding-heavy",
-        # of 18.5 million parameters 15.4 are in the embedding, as in small multilingual models
+        # of 18.5 million parameters 15.4 are in the embedding
         partial(texts, batch=64, length=64, vocabulary=60_000, width=256, hidden=768, blocks=6),
         partial(texts, batch=8, length=6, vocabulary=97, width=8, hidden=16, blocks=4),
     ),
