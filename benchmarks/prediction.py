@@ -118,7 +118,7 @@ def measure(case: Workload, plan: sl.Plan, steps: int) -> Measured:
                 float(pipe.step(case.inputs, case.target).loss)
                 found.times.append(1e3 * (perf_counter() - start))
             found.timelines.append(trace.timeline)
-    return Measured(*(each[WARM_UP_STEPS:] for each in found))
+    return Measured(found.times[WARM_UP_STEPS:], found.timelines[WARM_UP_STEPS:])
 
 
 def peaks(model: str, plan: sl.Plan) -> list[int]:

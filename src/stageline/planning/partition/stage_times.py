@@ -28,33 +28,33 @@ class StageTimes(NamedTuple):
 def stage_times(measurement: Measurement, layers: range, *, in_halves: bool) -> StageTimes:
     """Return the times of a run of layers as one stage; `in_halves` if it has I and W, not B.
 
-    They are the sums over its layers, less what is saved at each joint between two of them.
+    They are the sums over its layers, each of which includes an overhead that a stage has once.
 
     >>> from stageline.planning.profiling.profile_result import LayerCost
-    >>> from stageline.planning.profiling.trial.stage_overheads import JointSavings
-    >>> joints = JointSavings(forward=0.25, backward=1.0)
-    >>> measurement = Measurement(1, (LayerCost(1, 1, 3, 0, 0, 0, 0),) * 3, (), joints)
+    >>> from stageline.planning.profiling.trial.stage_overheads import ActionOverheads
+    >>> layers = (LayerCost(1, 1, 3, 0, 0, 0, 0),) * 3
+    >>> measurement = Measurement(1, layers, (), ActionOverheads(forward=0.25, backward=1.0))
     >>> stage_times(measurement, range(3), in_halves=False)
     StageTimes(forward=2.5, input_grad=2.5, weight_grad=7.5, recompute=2.5)
     """
-    joints, count = measurement.joints, len(layers)
+
+    def joined(total: float, action: str) -> float:
+        """Count the overhead once; a stage takes no less than one of its layers in the mean."""
+        overhead: float = getattr(measurement.overheads, action)
+        return max(0.0, total / len(layers), total - (len(layers) - 1) * overhead)
+
     forward, input_grad, weight_grad, halving, halving_input, halving_weight = (
         measurement.sum_over(layers, name) for name in LAYER_TIMES
     )
-    recompute = _joined(forward, count, joints.forward)
+    recompute = joined(forward, "forward")
     if in_halves:
         in_forward = halving - halving_input - halving_weight
         return StageTimes(
-            _joined(forward + in_forward, count, joints.forward_in_halves),
-            _joined(input_grad + halving_input, count, joints.input_grad),
-            _joined(weight_grad + halving_weight, count, joints.weight_grad),
+            joined(forward + in_forward, "forward_in_halves"),
+            joined(input_grad + halving_input, "input_grad"),
+            joined(weight_grad + halving_weight, "weight_grad"),
             recompute,
         )
     backward = input_grad + weight_grad
-    scale = _joined(backward, count, joints.backward) / backward if backward else 1.0
+    scale = joined(backward, "backward") / backward if backward else 1.0
     return StageTimes(recompute, scale * input_grad, scale * weight_grad, recompute)
-
-
-def _joined(total: float, count: int, saving: float) -> float:
-    """Return the time of layers in a stage; no less than that of one of them, in the mean."""
-    return max(0.0, total / count, total - (count - 1) * saving)

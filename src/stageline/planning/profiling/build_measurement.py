@@ -17,7 +17,7 @@ from stageline.planning.profiling.profile_result import (
     TiedParameter,
     ValueCost,
 )
-from stageline.planning.profiling.trial.stage_overheads import NO_SAVINGS, JointSavings
+from stageline.planning.profiling.trial.stage_overheads import NO_OVERHEADS, ActionOverheads
 
 
 class LayerTimes(NamedTuple):
@@ -37,11 +37,11 @@ def build_measurement(
     runner: LayerRunner,
     times: Sequence[LayerTimes],
     memory: ModelBytes,
-    joints: JointSavings = NO_SAVINGS,
+    overheads: ActionOverheads = NO_OVERHEADS,
 ) -> Measurement:
     """Combine times and bytes; the runner must hold the values that its layers write."""
     layers = map(_layer_cost, runner.layers, times, memory.layers)
-    return Measurement(num_samples, tuple(layers), _value_costs(runner, memory), joints)
+    return Measurement(num_samples, tuple(layers), _value_costs(runner, memory), overheads)
 
 
 def tied_parameters(runner: LayerRunner) -> tuple[TiedParameter, ...]:

@@ -20,6 +20,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from stageline.arguments import check_size, renamed_argument
 from stageline.errors import PlanError
@@ -37,9 +38,14 @@ from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
 from stageline.planning.profiling.time_layers import ActionSeconds, run_round
-from stageline.planning.profiling.trial.joint_savings import joint_savings
-from stageline.planning.profiling.trial.stage_overheads import NO_HOST_COSTS
-from stageline.planning.profiling.trial.trial_pipeline import Trial, TrialPipeline, host_costs
+from stageline.planning.profiling.trial.calibrate import calibrate
+from stageline.planning.profiling.trial.stage_overheads import NO_HOST_COSTS, ActionOverheads
+from stageline.planning.profiling.trial.trial_pipeline import (
+    Trial,
+    TrialPipeline,
+    TrialStep,
+    host_costs,
+)
 from stageline.runtime.parity.plain_loop import preserved_model
 
 WARM_UP_ROUNDS = 2  # not counted: memory is newly allocated, and the runtime observes layers
@@ -87,12 +93,12 @@ def profile(
         memory = [measure_activation_bytes(runner) for runner in runners]
         rounds, trial = _run_rounds(runners, copies, all_sizes, repeats, begin)
         by_size = [[*zip(*rows, strict=True)] for rows in zip(*rounds, strict=True)]
-        times = [[*map(_layer_times, columns)] for columns in by_size]
-        joints = [
-            joint_savings([*map(_usual, columns)], ranks, trial.rounds_near(size) if trial else [])
-            for size, columns in zip(all_sizes, by_size, strict=True)
+        overheads = [ActionOverheads(*_usual(rows[-1])) for rows in by_size]
+        times = [
+            _layer_times(rows, *(trial.near(size) if trial else ((), ())))
+            for size, rows in zip(all_sizes, by_size, strict=True)
         ]
-        measurements = tuple(map(build_measurement, all_sizes, runners, times, memory, joints))
+        measurements = tuple(map(build_measurement, all_sizes, runners, times, memory, overheads))
     host = host_costs(trial.steps) if trial else NO_HOST_COSTS
     device = _device_name(profiled.layers, ranks)
     return Profile(profiled.names, measurements, tied_parameters(runners[0]), device, host)
@@ -107,11 +113,12 @@ def _run_rounds(
 ) -> tuple[list[list[list[ActionSeconds]]], Trial | None]:
     """Return the times by round, size and layer, and the trial, which ran in the same rounds."""
     others = [[_with_values(each.runner(size)) for each in copies] for size in sizes]
-    warm_up = [run_round(runners, others, begin) for _ in range(WARM_UP_ROUNDS)]
+    empty = _with_values(_without_work().runner(1))
+    warm_up = [run_round(runners, others, empty, begin) for _ in range(WARM_UP_ROUNDS)]
     rounds = []
-    with _trial(copies, warm_up[-1][-1], sizes) as trial:
+    with _trial(copies, warm_up[-1][-1][:-1], sizes) as trial:
         for _ in range(repeats):
-            rounds.append(run_round(runners, others, begin))
+            rounds.append(run_round(runners, others, empty, begin))
             if trial:
                 trial.run_round()
     return rounds, trial
@@ -127,6 +134,18 @@ def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
                 f"layer {layer.name!r} is on the meta device, but profile has to run it: build the "
                 "model on a device, or use estimate(), which needs only shapes"
             )
+
+
+def _without_work() -> ProfiledModel:
+    """Return a model whose last layer does nothing; the first makes its input need a gradient."""
+    return ProfiledModel.of([nn.Linear(1, 1), Unchanged()], torch.ones(1, 1), None, None)
+
+
+class Unchanged(nn.Module):
+    """A layer that returns its input as a new tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 def _with_values(runner: LayerRunner) -> LayerRunner:
@@ -166,9 +185,19 @@ def _usual(rounds: Sequence[ActionSeconds]) -> ActionSeconds:
     return ActionSeconds(*(median(column) for column in zip(*rounds, strict=True)))
 
 
-def _layer_times(rounds: Sequence[ActionSeconds]) -> LayerTimes:
-    """Return the medians and their spread; B is divided in the ratio of I to W."""
-    usual = _usual(rounds)
+def _layer_times(
+    rounds: Sequence[Sequence[ActionSeconds]],
+    stages: Sequence[range],
+    trial: Sequence[Sequence[TrialStep]],
+) -> list[LayerTimes]:
+    """Return the times of each layer from its rounds, and from those of the trial's stages."""
+    *layers, overhead = map(_usual, rounds)
+    found = calibrate(layers, overhead, stages, trial)
+    return [_times(usual, each) for usual, each in zip(found, rounds, strict=False)]
+
+
+def _times(usual: ActionSeconds, rounds: Sequence[ActionSeconds]) -> LayerTimes:
+    """Return the times and their spread; B is divided in the ratio of I to W."""
     halves = usual.input_grad + usual.weight_grad
     input_grad = usual.backward * usual.input_grad / halves
     weight_grad = usual.backward * usual.weight_grad / halves

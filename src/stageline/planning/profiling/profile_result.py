@@ -18,9 +18,9 @@ from stageline.limits import MOST_COUNT, MOST_LAYERS, MOST_SAMPLES, check_most
 from stageline.planning.console import format_table
 from stageline.planning.profiling.trial.stage_overheads import (
     NO_HOST_COSTS,
-    NO_SAVINGS,
+    NO_OVERHEADS,
+    ActionOverheads,
     HostCosts,
-    JointSavings,
 )
 from stageline.planning.validation import (
     Amount,
@@ -92,7 +92,7 @@ class Measurement:
     samples: Count
     layers: tuple[LayerCost, ...]
     values: tuple[ValueCost, ...]
-    joints: JointSavings = NO_SAVINGS
+    overheads: ActionOverheads = NO_OVERHEADS  # which each layer's times include
 
     over = RenamedAttribute("sum_over")
     momentary = RenamedAttribute("temporary_bytes")
@@ -116,8 +116,8 @@ class Measurement:
     @property
     def times_in_stage(self) -> list[float]:
         """The time of F and B of each layer beside others in a stage."""
-        saving = self.joints.forward + self.joints.backward
-        return [max(0.0, layer.time - saving) for layer in self.layers]
+        overhead = self.overheads.forward + self.overheads.backward
+        return [max(0.0, layer.time - overhead) for layer in self.layers]
 
     @cached_property
     def _prefix_sums(self) -> dict[str, list[float]]:
@@ -293,12 +293,7 @@ def _interpolate(
             replace(a, size=between(a.size, b.size), unsaved=between(a.unsaved, b.unsaved))
             for a, b in zip(low.values, high.values, strict=True)
         ),
-        JointSavings(
-            *(
-                difference(getattr(low.joints, each.name), getattr(high.joints, each.name))
-                for each in fields(JointSavings)
-            )
-        ),
+        low.overheads if share < 0.5 else high.overheads,
     )
 
 

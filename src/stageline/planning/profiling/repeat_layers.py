@@ -80,7 +80,7 @@ def _repeat_measurement(measurement: Measurement, copies: Sequence[range]) -> Me
         measurement.samples,
         tuple(layer for layer, numbers in pairs for _ in numbers),
         tuple(copy for value in measurement.values for copy in _repeat_value(value, copies)),
-        measurement.joints,
+        measurement.overheads,
     )
 
 

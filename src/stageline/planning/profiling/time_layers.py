@@ -30,14 +30,19 @@ class ActionSeconds(NamedTuple):
 def run_round(
     runners: Sequence[LayerRunner],
     others: Sequence[Sequence[LayerRunner]],
+    empty: LayerRunner,
     begin: Callable[[], None],
 ) -> list[list[ActionSeconds]]:
-    """Run all layers once for every size, so that a temporary slowdown affects all of them."""
+    """Run all layers once for every size, so that a temporary slowdown affects all of them.
+
+    The last time of each size is that of the last layer of `empty`, which does no work.
+    """
     times = []
     for runner, concurrent in zip(runners, others, strict=True):
         begin()
         with _running_concurrently(concurrent):
-            times.append([_time_actions(runner, number) for number in range(len(runner.layers))])
+            found = [_time_actions(runner, number) for number in range(len(runner.layers))]
+            times.append([*found, _time_actions(empty, len(empty.layers) - 1)])
     return times
 
 

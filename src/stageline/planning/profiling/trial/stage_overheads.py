@@ -1,24 +1,22 @@
-"""What a stage and a step take beyond their layers: measured by a trial pipeline, used by plans."""
+"""What stages, messages and steps take beyond their layers: measured by profiles, used by plans."""
 
 from __future__ import annotations
 
-from stageline.planning.validation import Amount, Difference, validated
+from stageline.planning.validation import Amount, validated
 
 
 @validated
-class JointSavings:
-    """How much less an action takes for each joint of two layers in its stage, in seconds.
+class ActionOverheads:
+    """What the actions of a stage take without any layer's work, in seconds.
 
-    A layer that is profiled alone has the overhead of a whole stage, and reads an input that has
-    left the cache. Negative where layers take longer together: a stage holds more memory than a
-    layer, and more of it is new to the operating system.
+    A layer that is profiled alone includes them, and a stage has them once, not for each layer.
     """
 
-    forward: Difference = 0.0
-    backward: Difference = 0.0
-    forward_in_halves: Difference = 0.0  # the F before an I and a W
-    input_grad: Difference = 0.0
-    weight_grad: Difference = 0.0
+    forward: Amount = 0.0
+    backward: Amount = 0.0
+    forward_in_halves: Amount = 0.0  # the F before an I and a W
+    input_grad: Amount = 0.0
+    weight_grad: Amount = 0.0
 
 
 @validated
@@ -30,4 +28,4 @@ class HostCosts:
     step: Amount = 0.0  # from the call of a step to its first action, and after its last one
 
 
-NO_SAVINGS, NO_HOST_COSTS = JointSavings(), HostCosts()
+NO_OVERHEADS, NO_HOST_COSTS = ActionOverheads(), HostCosts()

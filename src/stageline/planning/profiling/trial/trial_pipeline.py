@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 from time import perf_counter
@@ -30,7 +31,10 @@ from stageline.schedules.action import Kind
 from stageline.schedules.build import build_schedule
 
 WHOLE, IN_HALVES = "1f1b", "zb_h1"
-MICROBATCHES_PER_RANK = 2  # enough for every rank to alternate, in 1F1B
+# A step's first micro-batches take up to 15 % longer here than later ones: their memory is new to
+# the operating system. So a trial step has as many micro-batches as a step on the example has, but
+# no more than are needed for the first ones to weigh as little as in most plans.
+MOST_MICROBATCHES_PER_RANK = 4
 
 
 class TrialStep(NamedTuple):
@@ -43,18 +47,18 @@ class TrialStep(NamedTuple):
 
 
 class TrialPipeline:
-    """A pipeline of the profiled model. State: a session for each of the two schedules."""
+    """A pipeline of the profiled model. State: the sessions that were opened so far."""
 
     def __init__(self, profiled: ProfiledModel, balance: Sequence[int]) -> None:
         self.profiled = profiled
         self.stages = [range(*pair) for pair in pairwise(accumulate(balance, initial=0))]
-        self.num_microbatches = MICROBATCHES_PER_RANK * len(balance)
-        self.sessions = [self._session(name) for name in (WHOLE, IN_HALVES)]
+        self.session = cache(self._open)
+        self.opened: list[Session] = []
 
-    def _session(self, schedule_name: str) -> Session:
+    def _open(self, schedule_name: str, num_microbatches: int) -> Session:
         num_ranks = len(self.stages)
         schedule = build_schedule(
-            schedule_name, num_ranks=num_ranks, num_microbatches=self.num_microbatches
+            schedule_name, num_ranks=num_ranks, num_microbatches=num_microbatches
         )
         devices = (None,) * num_ranks
         backend = open_backend("threads", schedule, devices, None, timeout=0.0)
@@ -68,11 +72,16 @@ class TrialPipeline:
             frozenset(range(num_ranks)),
             uses_threads=True,
         )
-        return open_session(layout, settings, backend, seed=0, init_fn=None)
+        session = open_session(layout, settings, backend, seed=0, init_fn=None)
+        self.opened.append(session)
+        return session
 
     def run(self, num_samples: int) -> list[TrialStep]:
         """Run a step of each schedule, with micro-batches of this size."""
-        return [self._step(session, num_samples) for session in self.sessions]
+        ranks = len(self.stages)
+        count = self.profiled.num_samples // num_samples
+        count = min(max(count, ranks), MOST_MICROBATCHES_PER_RANK * ranks)
+        return [self._step(self.session(each, count), num_samples) for each in (WHOLE, IN_HALVES)]
 
     def _step(self, session: Session, num_samples: int) -> TrialStep:
         minibatch = self._minibatch(session, num_samples)
@@ -85,7 +94,7 @@ class TrialPipeline:
         return summarize([row for row in recorder.recording.times.values() if row], seconds)
 
     def _minibatch(self, session: Session, num_samples: int) -> MiniBatch:
-        profiled, count = self.profiled, self.num_microbatches
+        profiled, count = self.profiled, session.assembly.layout.schedule.num_microbatches
         inputs = microbatch_inputs(profiled.layers, resize_batch(profiled.inputs, num_samples))
         minibatch = MiniBatch(
             [dict(inputs) for _ in range(count)], 0, session.num_steps, 0, profiled.context
@@ -96,7 +105,7 @@ class TrialPipeline:
         return minibatch
 
     def close(self) -> None:
-        for session in self.sessions:
+        for session in self.opened:
             session.close()
 
 
@@ -117,9 +126,10 @@ class Trial:
         for rounds in self.rounds.values():
             rounds.clear()
 
-    def rounds_near(self, size: int) -> list[list[TrialStep]]:
-        """Return the rounds of a size, or of the closest one that was tried."""
-        return self.rounds[min(self.rounds, key=lambda tried: abs(tried - size))]
+    def near(self, size: int) -> tuple[list[range], list[list[TrialStep]]]:
+        """Return the stages, and the rounds of a size, or of the closest one that was tried."""
+        closest = min(self.rounds, key=lambda tried: abs(tried - size))
+        return self.pipeline.stages, self.rounds[closest]
 
     @property
     def steps(self) -> list[TrialStep]:
