@@ -92,14 +92,15 @@ def test_a_file_without_the_new_fields_is_read(tmp_path: Path) -> None:
     assert Profile.load(path) == old
 
 
-def recorded(stage: int, microbatch: int, *times: float) -> RecordedAction:
-    """Return a forward that asked, was sent its message, started and ended at these times."""
-    return RecordedAction(Action(stage, Kind.F, microbatch), *times)
+def recorded(
+    stage: int, microbatch: int, asked_and_sent: tuple[float, float], ran: tuple[float, float]
+) -> RecordedAction:
+    return RecordedAction(Action(stage, Kind.F, microbatch), *asked_and_sent, *ran)
 
 
 def test_gaps_handoffs_and_time_outside_of_actions() -> None:
-    first = [recorded(0, 0, 1, 0, 1, 2), recorded(0, 1, 2.25, 0, 2.5, 4)]
-    second = [recorded(1, 0, 1, 2, 3, 5), recorded(1, 1, 5.25, 4, 5.5, 7)]
+    first = [recorded(0, 0, (1, 0), (1, 2)), recorded(0, 1, (2.25, 0), (2.5, 4))]
+    second = [recorded(1, 0, (1, 2), (3, 5)), recorded(1, 1, (5.25, 4), (5.5, 7))]
     step = summarize([first, second], seconds=8.0)
     assert step.actions == {(Kind.F, 0): 1.25, (Kind.F, 1): 1.75}
     assert step.action_gap == 0.5  # 0F1 and 1F1, whose message was there
