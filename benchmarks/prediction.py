@@ -70,7 +70,7 @@ class Configuration(NamedTuple):
 CONFIGURATIONS = (
     *(Configuration(model, schedule) for model in WORKLOADS for schedule in SCHEDULES),
     Configuration("gpt", "zbv"),
-    # the second rank lacks memory, so that stages are uneven, and recomputed
+    # the second rank lacks memory, so that its stage is recomputed
     Configuration("gpt, large head", "gpipe", ("8GiB", "45MB")),
     Configuration("narrow gpt", "1f1b"),
     Configuration("u-net", "1f1b"),
