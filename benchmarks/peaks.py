@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stageline as sl
-from stageline.zoo.workloads import WORKLOADS
+from stageline.zoo.workloads import FURTHER_WORKLOADS, WORKLOADS
 
 
 def status(key: str) -> int:
@@ -35,14 +35,15 @@ def fill(layer: sl.Layer) -> None:
 
 
 def peak(name: str, plan: sl.Plan, steps: int = 3) -> int:
-    sample = WORKLOADS[name]()
+    build = (WORKLOADS | FURTHER_WORKLOADS)[name]
+    sample = build()
     inputs, target = sample.inputs.clone(), sample.target.clone()
     del sample
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is now
     with torch.device("meta"):
-        case = WORKLOADS[name]()
+        case = build()
     pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan, init_fn=fill)
     for _ in range(steps):
         pipe.step(inputs, target)

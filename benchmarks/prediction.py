@@ -1,11 +1,15 @@
 """What the planner expects of a step, in time and memory, and what the step takes: two ranks.
 
-    python benchmarks/prediction.py             all rows, about three minutes
+    python benchmarks/prediction.py                       all rows, about eight minutes
+    python benchmarks/prediction.py --model perceptron    one model
     python benchmarks/prediction.py --steps 20
 
-Three models, each profiled once with both cores at work; for each four plans: the best one of a
-schedule, with micro-batches of any size. Times are of threads; memory is that of processes, rank by
-rank (peaks.py). Nothing else should run meanwhile.
+Five models, each profiled once with both cores at work; three of them with four schedules each, the
+others with what those leave out. Each row is the best plan of its schedule, with micro-batches of
+any size. A time is from the call of `step`, on threads, to its return. The plans of a model run in
+turns, three times each, and the model is profiled once more at the end, to show how much the
+machine's own speed has changed meanwhile. Memory is that of processes, rank by rank (peaks.py).
+Nothing else should run.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from time import perf_counter
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -28,15 +35,46 @@ from rich.table import Table
 import stageline as sl
 from stageline.model.workload import Workload
 from stageline.report.timeline import Timeline
-from stageline.zoo.workloads import WORKLOADS, profile_workload
+from stageline.zoo.workloads import FURTHER_WORKLOADS, WORKLOADS, profile_workload
 
 RANKS = 2
+ROUNDS, WARM_UP_STEPS = 3, 2
 FREED_AT_ONCE = {  # the environment in which glibc keeps nothing for later
     "MALLOC_MMAP_THRESHOLD_": "32768",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_TOP_PAD_": "0",
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+ALIKE = 5.0  # percent; rows of a model that differ by more must be predicted in their order
+
+
+class Configuration(NamedTuple):
+    """A model, a schedule, and the memory of each rank."""
+
+    model: str
+    schedule: str
+    memory: tuple[str, ...] = ("8GiB",) * RANKS
+
+    def plan(self, profile: sl.Profile, batch_size: int) -> sl.Plan:
+        devices = tuple(sl.Device(memory) for memory in self.memory)
+        return sl.plan(
+            profile,
+            sl.Cluster(num_devices=RANKS, devices=devices),
+            batch_size=batch_size,
+            num_ranks=RANKS,
+            optimizer="sgd",
+            schedules=[self.schedule],
+        )
+
+
+CONFIGURATIONS = (
+    *(Configuration(model, schedule) for model in WORKLOADS for schedule in SCHEDULES),
+    Configuration("gpt", "zbv"),
+    # the second rank lacks memory, so that its stage is recomputed
+    Configuration("gpt, large head", "gpipe", ("8GiB", "45MB")),
+    Configuration("narrow gpt", "1f1b"),
+    Configuration("u-net", "1f1b"),
+)
 
 
 class Row(NamedTuple):
@@ -44,17 +82,18 @@ class Row(NamedTuple):
 
     model: str
     plan: sl.Plan
+    milliseconds: float
     timelines: list[Timeline]
     peaks: list[int]  # bytes, by rank
 
     @property
-    def milliseconds(self) -> float:
-        return median(timeline.makespan for timeline in self.timelines)
+    def predicted(self) -> float:
+        return 1e3 * self.plan.chosen.seconds
 
     @property
     def off(self) -> float:
         """Percent by which a step was expected to take longer."""
-        return 100 * (self.plan.timeline.makespan / self.milliseconds - 1)
+        return 100 * (self.predicted / self.milliseconds - 1)
 
     @property
     def memory_off(self) -> list[float]:
@@ -63,16 +102,23 @@ class Row(NamedTuple):
         return [100 * (expected / found - 1) for expected, found in pairs]
 
 
-def measured(case: Workload, plan: sl.Plan, steps: int) -> list[Timeline]:
-    pipe = sl.Pipeline(case.model, case.loss_fn, plan=plan)
-    timelines = []
-    for _ in range(steps + 2):
-        with pipe.trace() as trace:
-            pipe.step(case.inputs, case.target)
-        timeline = trace.timeline
-        timelines.append(timeline)
-    pipe.close()
-    return timelines[2:]
+class Measured(NamedTuple):
+    """Steps of a plan, in milliseconds."""
+
+    times: list[float]
+    timelines: list[Timeline]
+
+
+def measure(case: Workload, plan: sl.Plan, steps: int) -> Measured:
+    found = Measured([], [])
+    with sl.Pipeline(case.model, case.loss_fn, plan=plan) as pipe:
+        for _ in range(WARM_UP_STEPS + steps):
+            with pipe.trace() as trace:
+                start = perf_counter()
+                float(pipe.step(case.inputs, case.target).loss)
+                found.times.append(1e3 * (perf_counter() - start))
+            found.timelines.append(trace.timeline)
+    return Measured(found.times[WARM_UP_STEPS:], found.timelines[WARM_UP_STEPS:])
 
 
 def peaks(model: str, plan: sl.Plan) -> list[int]:
@@ -92,40 +138,57 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
     return found
 
 
-def rows(steps: int) -> list[Row]:
-    found = []
-    cluster = sl.Cluster(num_devices=RANKS, memory="8GiB")
-    for name in track(WORKLOADS, "predicting and measuring"):
-        case = WORKLOADS[name]()
-        size = len(case.inputs)
-        profile = profile_workload(case, RANKS)
-        given: dict[str, Any] = {"batch_size": size, "num_ranks": RANKS, "optimizer": "sgd"}
-        for schedule in SCHEDULES:
-            plan = sl.plan(profile, cluster, **given, schedules=[schedule])
-            found.append(Row(name, plan, measured(case, plan, steps), peaks(name, plan)))
-    return found
+def rows_of(model: str, steps: int) -> tuple[list[Row], float]:
+    """Return the rows of a model, and the percent by which layers became slower meanwhile."""
+    case = (WORKLOADS | FURTHER_WORKLOADS)[model]()
+    profile = profile_workload(case, RANKS)
+    chosen = [each for each in CONFIGURATIONS if each.model == model]
+    plans = [each.plan(profile, len(case.inputs)) for each in chosen]
+    rounds = [[measure(case, plan, -(-steps // ROUNDS)) for plan in plans] for _ in range(ROUNDS)]
+    again = profile_workload(case, RANKS, repeats=3)
+    rows = []
+    for plan, found in zip(plans, zip(*rounds, strict=True), strict=True):
+        milliseconds = median(time for each in found for time in each.times)
+        timelines = [timeline for each in found for timeline in each.timelines]
+        rows.append(Row(model, plan, milliseconds, timelines, peaks(model, plan)))
+    return rows, 100 * (layer_seconds(again) / layer_seconds(profile) - 1)
 
 
-def main(
-    steps: Annotated[int, typer.Option(help="Steps of each that are measured.")] = 11,
-) -> None:
-    """Print expected and measured times and peaks, and what explains the difference."""
-    torch.set_num_threads(1)
+def layer_seconds(profile: sl.Profile) -> float:
+    return sum(layer.time for each in profile.measurements for layer in each.layers)
+
+
+def misordered(rows: Iterable[Row]) -> tuple[int, list[tuple[Row, Row]]]:
+    """Return how many pairs of a model's rows differ clearly, and those predicted in reverse."""
+    pairs = [(a, b) for a, b in combinations(rows, 2) if a.model == b.model]
+    clear = [
+        (a, b)
+        for a, b in pairs
+        if max(a.milliseconds, b.milliseconds)
+        > (1 + ALIKE / 100) * min(a.milliseconds, b.milliseconds)
+    ]
+    return len(clear), [
+        (a, b) for a, b in clear if (a.milliseconds < b.milliseconds) != (a.predicted < b.predicted)
+    ]
+
+
+def name_of(plan: sl.Plan) -> str:
+    recomputed = ", recomputed" if any(plan.recompute) else ""
+    return f"{plan.chosen.schedule}{recomputed}"
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print the table, how far off predictions are, and whether they rank plans as measured."""
     table = Table(box=None, header_style="bold")
     names = ("predicted, ms", "measured, ms", "off, %", "MB by rank", "measured, MB", "off, %")
     for column in ("model", "schedule", "m", *names):
         table.add_column(column, justify="right")
-    console = Console(width=150)
-    found = rows(steps)
-    for row in found:
-        expected = row.plan.timeline.makespan
-        why = sl.explain(row.plan, row.timelines)
-        console.print(f"{row.model}, {row.plan.chosen.schedule}: {why}", highlight=False)
+    for row in rows:
         table.add_row(
             row.model,
-            row.plan.chosen.schedule,
+            name_of(row.plan),
             str(row.plan.chosen.num_microbatches),
-            f"{expected:.1f}",
+            f"{row.predicted:.1f}",
             f"{row.milliseconds:.1f}",
             f"{row.off:+.1f}",
             ", ".join(f"{size / 1e6:.1f}" for size in row.plan.peak_memory),
@@ -133,10 +196,33 @@ def main(
             ", ".join(f"{off:+.1f}" for off in row.memory_off),
         )
     console.print(table)
-    times = [abs(row.off) for row in found]
-    memory = [abs(off) for row in found for off in row.memory_off]
+    times = [abs(row.off) for row in rows]
+    memory = [abs(off) for row in rows for off in row.memory_off]
     for what, sizes in (("step time", times), ("peak memory", memory)):
         print(f"{what}: off by {median(sizes):.1f} % in the median, {max(sizes):.1f} % at worst")
+    count, wrong = misordered(rows)
+    print(f"{count} pairs of a model's rows differ by more than {ALIKE:g} %: ", end="")
+    print(f"{count - len(wrong)} are ranked as measured, {len(wrong)} are not")
+    for a, b in wrong:
+        print(f"  {a.model}: {name_of(a.plan)} and {name_of(b.plan)} are not")
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="Steps of each that are measured.")] = 12,
+    model: Annotated[str, typer.Option(help="Only this model.")] = "",
+) -> None:
+    """Print expected and measured times and peaks, and what explains the difference."""
+    torch.set_num_threads(1)
+    console, rows = Console(width=150), list[Row]()
+    models = [name for name in (*WORKLOADS, *FURTHER_WORKLOADS) if model in ("", name)]
+    for name in track(models, "predicting and measuring"):
+        found, slower = rows_of(name, steps)
+        rows += found
+        for row in found:
+            why = sl.explain(row.plan, row.timelines)
+            console.print(f"{row.model}, {name_of(row.plan)}: {why}", highlight=False)
+        print(f"{name}: layers took {slower:+.1f} % when profiled again at the end")
+    show(rows, console)
 
 
 if __name__ == "__main__":

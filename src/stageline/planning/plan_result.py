@@ -110,6 +110,7 @@ class Plan:
     batch_size: Count
     chosen: PlanOption
     others: tuple[PlanOption, ...] = ()
+    has_links: bool = True  # False if the cluster has no levels
 
     def __post_init__(self) -> None:
         """Raise `PlanError` if the fields disagree about layers, ranks or stages."""
@@ -201,12 +202,25 @@ class Plan:
             f"layers by stage: {', '.join(map(str, self.balance))}",
             f"peak memory by rank: {', '.join(map(format_bytes, self.peak_memory))}",
         ]
+        if not self.has_links and self.chosen.num_ranks * self.chosen.replicas > 1:
+            lines.append(self._links_note())
         if names := sorted({each.schedule for each in options if each.is_asynchronous}):
             lines.append(
                 f"{', '.join(names)}: a step is the time from one mini-batch to the next once the "
                 "pipeline is full; gradients are computed with earlier weights"
             )
         return "\n".join(lines)
+
+    def _links_note(self) -> str:
+        """Return what transfers take if the cluster says nothing of its links."""
+        handoff = max(self.costs.get("transfer", (0.0,)))
+        cost = "transfers between ranks and reductions over replicas count as free"
+        if handoff:
+            cost = (
+                f"transfers between ranks count as {1e6 * handoff:.3g} µs whatever their size, and "
+                "reductions over replicas as free"
+            )
+        return f"the cluster has no levels of links: {cost}; give levels=, or use stageline links"
 
     def _row(self, option: PlanOption) -> tuple[str, ...]:
         return (

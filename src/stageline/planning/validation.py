@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -53,6 +54,12 @@ Amount = Annotated[
     BeforeValidator(_reject_text),
     Field(ge=0, allow_inf_nan=False),
     AfterValidator(_check_magnitude),
+]
+Difference = Annotated[  # of two amounts
+    float,
+    BeforeValidator(_reject_text),
+    Field(allow_inf_nan=False),
+    AfterValidator(lambda value: math.copysign(_check_magnitude(abs(value)), value)),
 ]
 Count = Annotated[int, BeforeValidator(_reject_text), Field(ge=1, le=MOST_COUNT)]
 T = TypeVar("T")

@@ -16,7 +16,9 @@ from itertools import accumulate, pairwise
 from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.partition.rank_devices import RankDevices
+from stageline.planning.partition.stage_times import stage_times
 from stageline.planning.profiling.profile_result import Measurement, TiedParameter, ValueCost
+from stageline.planning.profiling.trial.stage_overheads import NO_HOST_COSTS, HostCosts
 from stageline.schedules.placement import Placement
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}
@@ -88,23 +90,26 @@ def stage_costs(
     *,
     in_halves: bool,
     optimizer: str,
+    host: HostCosts = NO_HOST_COSTS,
 ) -> Costs:
     """Return the costs of the stages of a cut, in seconds and bytes.
 
-    `in_halves` if the schedule has I and W: then forwards take longer, and gradients wait.
+    `in_halves` if the schedule has I and W: then forwards take longer, and gradients wait. What the
+    host takes from one action to the next counts as part of the first of them.
     """
 
     def sums(name: str) -> list[float]:
         return [measurement.sum_over(layers, name) for layers in cut.layers_by_stage]
 
     traffic = StageTraffic.of(measurement.values, cut.stage_of_layer)
-    speeds = [devices.devices[rank].speed for rank in cut.placement]
-    forward, halving, input_grad, weight_grad = (
-        _divide(sums(name), speeds) for name in ("forward", "halving", "input_grad", "weight_grad")
+    times = [stage_times(measurement, each, in_halves=in_halves) for each in cut.layers_by_stage]
+    gaps = (host.action, host.action, host.action * in_halves, 0.0)  # W is part of B if not split
+    forwards, input_grad, weight_grad, recompute = (
+        [t / devices.devices[r].speed + gap for t, r in zip(column, cut.placement, strict=True)]
+        for column, gap in zip(zip(*times, strict=True), gaps, strict=True)
     )
     memory = StageMemory.of(sums("activation"), sums("retained"), sums("waiting"), traffic, cut)
     parameters = _parameter_bytes(sums("parameters"), tied, cut)
-    forwards = [f + h * in_halves for f, h in zip(forward, halving, strict=True)]
     if cut.offload:  # a copy that takes longer than the work beside it delays the work
         copies = [size / devices.cluster.host_bandwidth for size in memory.backward_needs]
         forwards = [max(pair) for pair in zip(forwards, copies, strict=True)]
@@ -114,11 +119,11 @@ def stage_costs(
         forward=forwards,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        transfer=_transfer_seconds(traffic, cut.placement, devices),
+        transfer=_transfer_seconds(traffic, cut.placement, devices, host),
         activation=memory.from_f_to_i,
         retained=memory.still_until_w,
         waiting=[size * in_halves for size in memory.from_i_to_w],
-        recompute=[f * again for f, again in zip(forward, cut.recompute, strict=True)],
+        recompute=[f * again for f, again in zip(recompute, cut.recompute, strict=True)],
         working_set=[
             size + measurement.temporary_bytes(layers)
             for size, layers in zip(memory.temporary, cut.layers_by_stage, strict=True)
@@ -184,10 +189,6 @@ def reduction_seconds(
     )
 
 
-def _divide(times: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    return [time / speed for time, speed in zip(times, speeds, strict=True)]
-
-
 def _parameter_bytes(
     sizes: Sequence[float], tied: Sequence[TiedParameter], cut: StageCut
 ) -> list[float]:
@@ -205,11 +206,19 @@ def _parameter_bytes(
 
 
 def _transfer_seconds(
-    traffic: StageTraffic, placement: Placement, devices: RankDevices
+    traffic: StageTraffic, placement: Placement, devices: RankDevices, host: HostCosts
 ) -> list[float]:
-    """Return for each stage the time until its slowest reader has received what it wrote."""
+    """Return for each stage the time until its slowest reader has received what it wrote.
+
+    Without links in the cluster, ranks are taken for threads as those of the profile, which hand
+    over a tensor of any size in the same time.
+    """
+    handoff = 0.0 if devices.cluster.levels else max(0.0, host.handoff - host.action)
     times = [0.0] * len(placement)
     for (writer, reader), size in traffic.sent.items():
         link = devices.link(placement[writer], placement[reader])
-        times[writer] = max(times[writer], link.latency + size / link.bandwidth)
+        seconds = link.latency + size / link.bandwidth
+        if placement[writer] != placement[reader]:
+            seconds = max(seconds, handoff)
+        times[writer] = max(times[writer], seconds)
     return times

@@ -17,6 +17,7 @@ from stageline.planning.profiling.profile_result import (
     TiedParameter,
     ValueCost,
 )
+from stageline.planning.profiling.trial.stage_overheads import NO_OVERHEADS, ActionOverheads
 
 
 class LayerTimes(NamedTuple):
@@ -27,14 +28,20 @@ class LayerTimes(NamedTuple):
     weight_grad: float
     halving: float = 0.0
     spread: float = 0.0
+    halving_input: float = 0.0
+    halving_weight: float = 0.0
 
 
 def build_measurement(
-    num_samples: int, runner: LayerRunner, times: Sequence[LayerTimes], memory: ModelBytes
+    num_samples: int,
+    runner: LayerRunner,
+    times: Sequence[LayerTimes],
+    memory: ModelBytes,
+    overheads: ActionOverheads = NO_OVERHEADS,
 ) -> Measurement:
     """Combine times and bytes; the runner must hold the values that its layers write."""
     layers = map(_layer_cost, runner.layers, times, memory.layers)
-    return Measurement(num_samples, tuple(layers), _value_costs(runner, memory))
+    return Measurement(num_samples, tuple(layers), _value_costs(runner, memory), overheads)
 
 
 def tied_parameters(runner: LayerRunner) -> tuple[TiedParameter, ...]:
@@ -58,6 +65,8 @@ def _layer_cost(layer: Layer, times: LayerTimes, memory: LayerBytes) -> LayerCos
         halving=times.halving,
         spread=times.spread,
         momentary=memory.temporary,
+        halving_input=times.halving_input,
+        halving_weight=times.halving_weight,
     )
 
 

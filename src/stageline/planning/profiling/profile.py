@@ -7,29 +7,27 @@ layer runs in both ways that schedules use:
     F ─► I ─► W        with the backward in halves; this F takes longer
 
 With `ranks` above 1, as many threads run copies of the model at the same time, so that times
-contain the contention for cores and memory. Each time contains the overhead of a stage, 30 µs here.
-A stage has it once, so a sum over layers is too long by that for each layer beyond the first: less
-than 5 % for the demo's GPT.
+contain the contention for cores and memory; and in each round one of the copies runs as a pipeline
+too (`trial_pipeline.py`). A layer alone has the overhead of a stage, 0.1 ms here, so that a sum
+over layers is too long by that for each but one of them: by 5 to 10 % of a forward of seven layers.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import median, quantiles
-from threading import Event
-from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from stageline.arguments import check_size, renamed_argument
 from stageline.errors import PlanError
 from stageline.limits import MOST_PROCESSES, check_most
 from stageline.model.layers import LayerSequence
 from stageline.planning.console import progress_bar
+from stageline.planning.partition.partition import partition_layers
 from stageline.planning.profiling.activation_memory import measure_activation_bytes
 from stageline.planning.profiling.build_measurement import (
     LayerTimes,
@@ -39,9 +37,17 @@ from stageline.planning.profiling.build_measurement import (
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.profiling.profiled_model import LossFunction, Model, ProfiledModel
+from stageline.planning.profiling.time_layers import ActionSeconds, run_round
+from stageline.planning.profiling.trial.calibrate import calibrate
+from stageline.planning.profiling.trial.stage_overheads import NO_HOST_COSTS, ActionOverheads
+from stageline.planning.profiling.trial.trial_pipeline import (
+    Trial,
+    TrialPipeline,
+    TrialStep,
+    host_costs,
+)
 from stageline.runtime.parity.plain_loop import preserved_model
 
-T = TypeVar("T")
 WARM_UP_ROUNDS = 2  # not counted: memory is newly allocated, and the runtime observes layers
 
 
@@ -74,23 +80,48 @@ def profile(
     """
     profiled = ProfiledModel.of(model, example_inputs, loss_fn, target)
     _check(profiled.layers, repeats, ranks)
-    microbatch_sizes = profiled.microbatch_sizes(sizes)
+    all_sizes = profiled.microbatch_sizes(sizes)
     copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
-    num_rounds = WARM_UP_ROUNDS + repeats
     with (
         preserved_model(profiled.layers),
         torch.random.fork_rng(devices=[]),
-        progress_bar(len(microbatch_sizes) * num_rounds, "rounds", enabled=progress) as begin,
+        progress_bar(
+            len(all_sizes) * (WARM_UP_ROUNDS + repeats), "rounds", enabled=progress
+        ) as begin,
     ):
-        runners = [profiled.runner(size) for size in microbatch_sizes]
+        runners = [profiled.runner(size) for size in all_sizes]
         memory = [measure_activation_bytes(runner) for runner in runners]
-        others = [[_with_values(each.runner(size)) for each in copies] for size in microbatch_sizes]
-        rounds = [_run_round(runners, others, begin) for _ in range(num_rounds)][WARM_UP_ROUNDS:]
-        by_size = zip(*rounds, strict=True)
-        times = [[_median_times(column) for column in zip(*rows, strict=True)] for rows in by_size]
-        measurements = tuple(map(build_measurement, microbatch_sizes, runners, times, memory))
+        rounds, trial = _run_rounds(runners, copies, all_sizes, repeats, begin)
+        by_size = [[*zip(*rows, strict=True)] for rows in zip(*rounds, strict=True)]
+        overheads = [ActionOverheads(*_usual(rows[-1])) for rows in by_size]
+        times = [
+            _layer_times(rows, *(trial.near(size) if trial else ((), ())))
+            for size, rows in zip(all_sizes, by_size, strict=True)
+        ]
+        measurements = tuple(map(build_measurement, all_sizes, runners, times, memory, overheads))
+    host = host_costs(trial.steps) if trial else NO_HOST_COSTS
     device = _device_name(profiled.layers, ranks)
-    return Profile(profiled.names, measurements, tied_parameters(runners[0]), device)
+    return Profile(profiled.names, measurements, tied_parameters(runners[0]), device, host)
+
+
+def _run_rounds(
+    runners: Sequence[LayerRunner],
+    copies: Sequence[ProfiledModel],
+    sizes: Sequence[int],
+    repeats: int,
+    begin: Callable[[], None],
+) -> tuple[list[list[list[ActionSeconds]]], Trial | None]:
+    """Return the times by round, size and layer, and the trial, which ran in the same rounds."""
+    others = [[_with_values(each.runner(size)) for each in copies] for size in sizes]
+    empty = _with_values(_without_work().runner(1))
+    warm_up = [run_round(runners, others, empty, begin) for _ in range(WARM_UP_ROUNDS)]
+    rounds = []
+    with _trial(copies, warm_up[-1][-1][:-1], sizes) as trial:
+        for _ in range(repeats):
+            rounds.append(run_round(runners, others, empty, begin))
+            if trial:
+                trial.run_round()
+    return rounds, trial
 
 
 def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
@@ -105,28 +136,16 @@ def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
             )
 
 
-class ActionSeconds(NamedTuple):
-    """The times of one layer's actions in one round."""
-
-    forward: float
-    backward: float
-    forward_in_halves: float
-    input_grad: float
-    weight_grad: float
+def _without_work() -> ProfiledModel:
+    """Return a model whose last layer does nothing; the first makes its input need a gradient."""
+    return ProfiledModel.of([nn.Linear(1, 1), Unchanged()], torch.ones(1, 1), None, None)
 
 
-def _run_round(
-    runners: Sequence[LayerRunner],
-    others: Sequence[Sequence[LayerRunner]],
-    begin: Callable[[], None],
-) -> list[list[ActionSeconds]]:
-    """Run all layers once for every size, so that a temporary slowdown affects all of them."""
-    times = []
-    for runner, concurrent in zip(runners, others, strict=True):
-        begin()
-        with _running_concurrently(concurrent):
-            times.append([_time_actions(runner, number) for number in range(len(runner.layers))])
-    return times
+class Unchanged(nn.Module):
+    """A layer that returns its input as a new tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 def _with_values(runner: LayerRunner) -> LayerRunner:
@@ -134,17 +153,62 @@ def _with_values(runner: LayerRunner) -> LayerRunner:
     return runner
 
 
-def _median_times(rounds: Sequence[ActionSeconds]) -> LayerTimes:
-    """Return the medians and their spread; B is divided in the ratio of I to W."""
-    usual = ActionSeconds(*(median(column) for column in zip(*rounds, strict=True)))
+@contextmanager
+def _trial(
+    copies: Sequence[ProfiledModel], times: Sequence[ActionSeconds], sizes: Sequence[int]
+) -> Iterator[Trial | None]:
+    """Open a trial with a rank for each model, cut evenly; None without a loss or enough layers.
+
+    It has only the sizes of which the example holds one micro-batch for each rank, so that it needs
+    no more memory than a step on the example.
+    """
+    ranks = len(copies) + 1
+    if not copies or copies[0].loss_fn is None or len(times) < ranks:
+        yield None
+        return
+    costs = [seconds.forward + seconds.backward for seconds in times]
+    balance = partition_layers(costs, tuple(range(ranks)), [1.0] * ranks)
+    num_samples = copies[0].num_samples
+    chosen = [size for size in sizes if ranks * size <= num_samples] or sizes[:1]
+    trial = Trial(TrialPipeline(copies[0], balance), chosen)
+    try:
+        for _ in range(WARM_UP_ROUNDS):
+            trial.run_round()
+        trial.forget()
+        yield trial
+    finally:
+        trial.pipeline.close()
+
+
+def _usual(rounds: Sequence[ActionSeconds]) -> ActionSeconds:
+    """Return the median time of each action."""
+    return ActionSeconds(*(median(column) for column in zip(*rounds, strict=True)))
+
+
+def _layer_times(
+    rounds: Sequence[Sequence[ActionSeconds]],
+    stages: Sequence[range],
+    trial: Sequence[Sequence[TrialStep]],
+) -> list[LayerTimes]:
+    """Return the times of each layer from its rounds, and from those of the trial's stages."""
+    *layers, overhead = map(_usual, rounds)
+    found = calibrate(layers, overhead, stages, trial)
+    return [_times(usual, each) for usual, each in zip(found, rounds, strict=False)]
+
+
+def _times(usual: ActionSeconds, rounds: Sequence[ActionSeconds]) -> LayerTimes:
+    """Return the times and their spread; B is divided in the ratio of I to W."""
     halves = usual.input_grad + usual.weight_grad
-    longer = usual.forward_in_halves + halves - usual.forward - usual.backward
+    input_grad = usual.backward * usual.input_grad / halves
+    weight_grad = usual.backward * usual.weight_grad / halves
     return LayerTimes(
         usual.forward,
-        usual.backward * usual.input_grad / halves,
-        usual.backward * usual.weight_grad / halves,
-        max(0.0, longer),
+        input_grad,
+        weight_grad,
+        max(0.0, usual.forward_in_halves + halves - usual.forward - usual.backward),
         _spread([seconds.forward + seconds.backward for seconds in rounds]),
+        usual.input_grad - input_grad,
+        usual.weight_grad - weight_grad,
     )
 
 
@@ -158,50 +222,6 @@ def _spread(times: Sequence[float]) -> float:
         return 0.0
     low, _, high = quantiles(times, n=4, method="inclusive")
     return (high - low) / 2
-
-
-def _time_actions(runner: LayerRunner, number: int) -> ActionSeconds:
-    """Time a layer in both ways, one after the other, so that other load affects both alike."""
-    whole, forward = _timed(lambda: runner.forward(number, in_halves=False))
-    gradients = runner.output_gradients(whole)
-    _, backward = _timed(lambda: runner.backward(whole, gradients))
-    halves, forward_in_halves = _timed(lambda: runner.forward(number, in_halves=True))
-    gradients = runner.output_gradients(halves)
-    _, input_grad = _timed(lambda: runner.backward(halves, gradients))
-    _, weight_grad = _timed(lambda: runner.weight_gradients(halves))
-    return ActionSeconds(forward, backward, forward_in_halves, input_grad, weight_grad)
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return a result and its time, including work queued on a GPU (untested on hardware)."""
-    start = perf_counter()
-    result = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return result, perf_counter() - start
-
-
-@contextmanager
-def _running_concurrently(runners: Sequence[LayerRunner]) -> Iterator[None]:
-    """Run the layers of other models in threads meanwhile, each starting at a different layer."""
-    num_threads, is_over = torch.get_num_threads(), Event()
-
-    def work(rank: int, runner: LayerRunner) -> None:
-        torch.set_num_threads(num_threads)  # OpenMP has a setting for each thread
-        count = len(runner.layers)
-        for turn in itertools.count(count * rank // (len(runners) + 1)):
-            if is_over.is_set():
-                return
-            _time_actions(runner, turn % count)
-
-    with ThreadPoolExecutor(max(1, len(runners)), thread_name_prefix="stageline-profile") as pool:
-        futures = [pool.submit(work, rank, runner) for rank, runner in enumerate(runners, start=1)]
-        try:
-            yield
-        finally:
-            is_over.set()
-    for future in futures:
-        future.result()
 
 
 def _device_name(layers: LayerSequence, ranks: int) -> str:

@@ -16,9 +16,16 @@ from stageline.arguments import RenamedAttribute, check_size, shown
 from stageline.errors import PlanError
 from stageline.limits import MOST_COUNT, MOST_LAYERS, MOST_SAMPLES, check_most
 from stageline.planning.console import format_table
+from stageline.planning.profiling.trial.stage_overheads import (
+    NO_HOST_COSTS,
+    NO_OVERHEADS,
+    ActionOverheads,
+    HostCosts,
+)
 from stageline.planning.validation import (
     Amount,
     Count,
+    Difference,
     WholeNumber,
     read_json,
     validated,
@@ -46,9 +53,11 @@ class LayerCost:
     parameters: Amount
     buffers: Amount
     waiting: Amount = 0.0  # gradients that are kept from I until W, in addition to retained
-    halving: Amount = 0.0  # seconds that F, I and W take longer than F and B, most of it in F
+    halving: Amount = 0.0  # seconds that F, I and W take longer than F and B
     spread: Amount = 0.0  # half of the interquartile range of F + B over the rounds, in seconds
     momentary: Amount = 0.0  # temporary bytes, only while its forward or backward runs
+    halving_input: Difference = 0.0  # the part of `halving` in I
+    halving_weight: Difference = 0.0  # the part of it in W; the rest is in F
 
     @property
     def backward(self) -> float:
@@ -83,6 +92,7 @@ class Measurement:
     samples: Count
     layers: tuple[LayerCost, ...]
     values: tuple[ValueCost, ...]
+    overheads: ActionOverheads = NO_OVERHEADS  # which each layer's times include
 
     over = RenamedAttribute("sum_over")
     momentary = RenamedAttribute("temporary_bytes")
@@ -102,6 +112,12 @@ class Measurement:
             peak = max(peak, self.layers[number].momentary - freed)
             freed += self.layers[number].activation
         return peak
+
+    @property
+    def times_in_stage(self) -> list[float]:
+        """The time of F and B of each layer beside others in a stage."""
+        overhead = self.overheads.forward + self.overheads.backward
+        return [max(0.0, layer.time - overhead) for layer in self.layers]
 
     @cached_property
     def _prefix_sums(self) -> dict[str, list[float]]:
@@ -141,6 +157,7 @@ class Profile:
     measurements: tuple[Measurement, ...]  # by ascending number of samples
     tied: tuple[TiedParameter, ...] = ()
     device: str = ""  # a description of the device that it was measured on
+    host: HostCosts = NO_HOST_COSTS
 
     def __post_init__(self) -> None:
         sizes = [measurement.samples for measurement in self.measurements]
@@ -255,6 +272,10 @@ def _interpolate(
     `proportional` if there is only one: then all but parameters and buffers grow with the samples.
     """
 
+    def difference(a: float, b: float) -> float:
+        """Interpolate what may be negative; beyond the measured sizes it stays as it is."""
+        return a * share if proportional else a + (b - a) * min(max(share, 0.0), 1.0)
+
     def between(a: float, b: float) -> float:
         if proportional:
             return a * share
@@ -265,23 +286,31 @@ def _interpolate(
     return Measurement(
         samples,
         tuple(
-            _interpolate_layer(a, b, between) for a, b in zip(low.layers, high.layers, strict=True)
+            _interpolate_layer(a, b, between, difference)
+            for a, b in zip(low.layers, high.layers, strict=True)
         ),
         tuple(
             replace(a, size=between(a.size, b.size), unsaved=between(a.unsaved, b.unsaved))
             for a, b in zip(low.values, high.values, strict=True)
         ),
+        low.overheads if share < 0.5 else high.overheads,
     )
 
 
 def _interpolate_layer(
-    a: LayerCost, b: LayerCost, between: Callable[[float, float], float]
+    a: LayerCost,
+    b: LayerCost,
+    between: Callable[[float, float], float],
+    difference: Callable[[float, float], float],
 ) -> LayerCost:
-    names = [cost.name for cost in fields(LayerCost)]
+    rules = {
+        "parameters": lambda fixed, _: fixed,
+        "buffers": lambda fixed, _: fixed,
+        "halving_input": difference,
+        "halving_weight": difference,
+    }
     costs = {
-        name: getattr(a, name)
-        if name in ("parameters", "buffers")
-        else between(getattr(a, name), getattr(b, name))
-        for name in names
+        cost.name: rules.get(cost.name, between)(getattr(a, cost.name), getattr(b, cost.name))
+        for cost in fields(LayerCost)
     }
     return LayerCost(**costs | {"retained": min(costs["retained"], costs["activation"])})

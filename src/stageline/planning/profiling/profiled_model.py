@@ -16,6 +16,7 @@ from stageline.model.own_loss import own_loss
 from stageline.model.uncut import unmarked
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.resize_batch import microbatch_sizes, resize_batch
+from stageline.runtime.batches import microbatches
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.stage.stage_values import Target
 
@@ -51,6 +52,11 @@ class ProfiledModel(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The names of the layers."""
         return tuple(layer.name for layer in self.layers)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of the example."""
+        return microbatches.num_samples(self.inputs, self.target)
 
     def microbatch_sizes(self, sizes: Sequence[int] | None) -> list[int]:
         """Return the sizes to profile: those given, or the default ones."""

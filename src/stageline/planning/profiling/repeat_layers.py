@@ -65,6 +65,7 @@ def repeat_layers(profile: Profile, counts: Sequence[int]) -> Profile:
             TiedParameter(tuple(starts[i] for i in w.layers), w.parameters) for w in profile.tied
         ),
         profile.device,
+        profile.host,
     )
 
 
@@ -79,6 +80,7 @@ def _repeat_measurement(measurement: Measurement, copies: Sequence[range]) -> Me
         measurement.samples,
         tuple(layer for layer, numbers in pairs for _ in numbers),
         tuple(copy for value in measurement.values for copy in _repeat_value(value, copies)),
+        measurement.overheads,
     )
 
 

@@ -38,6 +38,7 @@ class PlanCandidate:
     cut: StageCut
     costs: Costs
     reductions: tuple[float, ...]  # by stage, seconds of its all-reduce after its last backward
+    host: float = 0.0  # seconds of a step before its first action and after its last
 
     @property
     def chunks(self) -> int:

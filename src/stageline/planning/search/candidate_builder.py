@@ -32,7 +32,8 @@ class CandidateBuilder:
         reductions = reduction_seconds(costs, cut.placement, self.devices(layout.grid))
         if shape.is_asynchronous:  # every step waits for them, not only the last
             costs = replace(costs, reduce=reductions)
-        return PlanCandidate(layout, schedule_name, shape, cut, costs, reductions)
+        host = self.request.profile.host.step
+        return PlanCandidate(layout, schedule_name, shape, cut, costs, reductions, host)
 
     def with_cut(self, candidate: PlanCandidate, cut: StageCut) -> PlanCandidate:
         """Return the same candidate with another cut."""
@@ -60,6 +61,7 @@ class CandidateBuilder:
             self.devices(layout.grid),
             in_halves=in_halves,
             optimizer=self.request.optimizer,
+            host=self.request.profile.host,
         )
 
     def _even_balance(self, speeds: tuple[float, ...], placement: Placement) -> tuple[int, ...]:
@@ -67,5 +69,5 @@ class CandidateBuilder:
 
         Times are those of the largest profiled micro-batch: their ratios hardly depend on its size.
         """
-        times = [layer.time for layer in self.request.profile.measurements[-1].layers]
+        times = self.request.profile.measurements[-1].times_in_stage
         return partition_layers(times, placement, speeds)

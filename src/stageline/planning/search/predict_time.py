@@ -38,7 +38,8 @@ class StepTimePredictor:
         if not candidate.shape.is_asynchronous:
             timeline = simulate(schedule, candidate.costs)
             seconds = step_seconds(candidate, timeline)
-            return StepPrediction(seconds, timeline.makespan, timeline.step_bubble)
+            work_ends = candidate.host + timeline.makespan
+            return StepPrediction(seconds, work_ends, timeline.step_bubble)
         num_microbatches = candidate.layout.num_microbatches
         share = min(1.0, MAX_STREAM_ACTIONS / sum(map(len, schedule.actions)))
         simulated = max(candidate.num_short_run_microbatches, int(share * num_microbatches))
@@ -81,12 +82,16 @@ class StepTimePredictor:
 
 
 def step_seconds(candidate: PlanCandidate, timeline: Timeline) -> float:
-    """Return the time until all work is done and all gradients are reduced over replicas."""
+    """Return the time until all work is done and all gradients are reduced over replicas.
+
+    It begins with the call of the step, somewhat before the first action.
+    """
     ends = [0.0] * timeline.num_stages
     for row in timeline.spans:
         for action, _, end in row:
             ends[action.stage] = max(ends[action.stage], end)
-    return max(end + seconds for end, seconds in zip(ends, candidate.reductions, strict=True))
+    pairs = zip(ends, candidate.reductions, strict=True)
+    return candidate.host + max(end + seconds for end, seconds in pairs)
 
 
 def seconds_from_fewer_ranks(candidate: PlanCandidate, schedule: Schedule) -> float:
@@ -99,4 +104,4 @@ def seconds_from_fewer_ranks(candidate: PlanCandidate, schedule: Schedule) -> fl
     waits = simulate(schedule, costs).makespan - schedule.num_microbatches * load
     scale = (candidate.layout.num_ranks - 1) / (schedule.num_ranks - 1)
     work = candidate.layout.num_microbatches * candidate.busiest_rank_seconds()
-    return work + scale * waits + min(candidate.reductions)
+    return candidate.host + work + scale * waits + min(candidate.reductions)

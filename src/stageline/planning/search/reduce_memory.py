@@ -66,8 +66,8 @@ def _fitting_cut(
         builder.request.optimizer,
         recompute=recompute,
     )
-    times = [layer.time for layer in measurement.layers]
     try:
+        times = measurement.times_in_stage
         balance = partition_layers(times, placement, builder.speeds(grid), bound.fits)
     except PlanError:
         return None

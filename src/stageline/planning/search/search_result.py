@@ -41,6 +41,7 @@ class EvaluatedCandidate:
             batch_size=request.batch_size,
             chosen=self.to_option(),
             others=tuple(others),
+            has_links=bool(request.cluster.levels),
         )
 
     def to_option(self, verdict: str = "") -> PlanOption:
