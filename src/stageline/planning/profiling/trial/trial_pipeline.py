@@ -21,8 +21,9 @@ from stageline.model.inputs import microbatch_inputs
 from stageline.planning.profiling.profiled_model import ProfiledModel
 from stageline.planning.profiling.resize_batch import resize_batch
 from stageline.planning.profiling.trial.stage_overheads import HostCosts
+from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose, RecordedAction
-from stageline.runtime.engine.open_session import open_backend, open_session
+from stageline.runtime.engine.open_session import open_session
 from stageline.runtime.engine.session import Session
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.settings import Settings
@@ -61,7 +62,7 @@ class TrialPipeline:
             schedule_name, num_ranks=num_ranks, num_microbatches=num_microbatches
         )
         devices = (None,) * num_ranks
-        backend = open_backend("threads", schedule, devices, None, timeout=0.0)
+        backend = ThreadsBackend(devices)
         assert self.profiled.loss_fn is not None  # a trial trains
         settings = Settings(self.profiled.loss_fn, ("never",) * num_ranks)
         layout = Layout(
