@@ -17,10 +17,10 @@ class Options:
     `seed` decides all random numbers. With `count_fn`, which returns the number of tokens of a
     target, say, `loss_fn` returns a sum, and the total count divides it. `batch_norm` is
     "minibatch" or "microbatch": how often running statistics are updated. `accumulate` is "exact",
-    or "fused" to add weight gradients inside matrix products: faster, with another rounding.
-    `embedding_rows` adds the gradients of embeddings from 4 MiB on to the rows that have tokens,
-    instead of a gradient of the whole table: faster, in less memory, with the same bits; False
-    does what autograd does.
+    or "fused" to add weight gradients inside matrix products: with another rounding, and faster
+    only if the products are large. `embedding_rows` adds the gradients of embeddings from 4 MiB on
+    to the rows that have tokens, instead of a gradient of the whole table: faster, in less memory,
+    with the same bits; False does what autograd does.
     `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
     Processes of one machine exchange tensors through shared memory, unless `shared_memory` is

@@ -105,6 +105,7 @@ class ProcessesTransport:
         self.backend, self.layout = backend, layout
         self.outgoing, self.incoming = backend.connection.outgoing, backend.incoming
         self.links = backend.connection.groups.links
+        self.posts_receives = len(self.links) < layout.schedule.num_ranks - 1
         self.routes: dict[int, dict[Action, Route]] = {}
         self.asked: list[MessageKey] = []
         self.meetings: dict[MessageKey, Callable[[], Message]] = {}
@@ -118,6 +119,8 @@ class ProcessesTransport:
             self.post()
 
     def expect(self, minibatch: int, receive: Action) -> None:
+        if not self.posts_receives:
+            return
         key = minibatch, sent_as(receive)._replace(version=receive.version)
         if self._route(key)[0] not in self.links:
             self.asked.append(key)
