@@ -61,7 +61,7 @@ WAITING = """
 import os, signal, sys, time
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("pid", os.getpid(), flush=True)
+os.write(1, f"pid {os.getpid()}\\n".encode())  # print would be several writes, and ranks mix them
 time.sleep(600)
 """
 
