@@ -45,6 +45,11 @@ class Case(NamedTuple):
         size = len(self.target) // num_microbatches
         return {name: value[:size] for name, value in self.inputs.items()}
 
+    def part(self, number: int, count: int) -> Case:
+        """Return one of several equal parts of the mini-batch, for a replica."""
+        inputs = {name: value.chunk(count)[number] for name, value in self.inputs.items()}
+        return self._replace(inputs=inputs, target=self.target.chunk(count)[number])
+
     def copy(self) -> Case:
         return self._replace(layers=self.layers.copy())
 

@@ -90,21 +90,33 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """Plan on the first process, check both against plain loops, and return their times."""
     workload, count = WORKLOADS[cell["workload"]], cell["num_microbatches"]
     case = workload.case(RANKS, is_quick=cell["is_quick"])
-    text = [plan_text(case, cell) if rank() == 0 else None]
+    cluster = sl.measure_links(memory=cell["memory"], progress=False)
+    text = [plan_text(case, cluster, cell) if rank() == 0 else None]
     dist.broadcast_object_list(text)
     plan = memory.read_plan(text[0] or "")
     planned, hand = ours.planned(case.copy(), plan), by_hand(case.copy(), count)
     chosen = plan.chosen
     check_agreement([hand], case, plain_outcome(case, count))
-    check_agreement([planned], case, plain_outcome(case, chosen.num_microbatches))
+    check_agreement([planned], case, plain_outcome(case, chosen.replicas * chosen.num_microbatches))
     times = take_turns([planned, hand], cell["rounds"])
     close([planned, hand])
     return {
         "times": times,
         "plan": text[0],
-        "chosen": f"{chosen.schedule}, m = {chosen.num_microbatches}",
+        "chosen": describe(plan),
         "expected": plan.timeline.makespan / 1e3,
     }
+
+
+def describe(plan: sl.Plan) -> str:
+    """Return the schedule, micro-batches and replicas of a plan.
+
+    A replica of one rank is no pipeline any more.
+    """
+    chosen = plan.chosen
+    order = chosen.schedule if chosen.num_ranks > 1 else "one rank"
+    replicas = f", {chosen.replicas} replicas" if chosen.replicas > 1 else ""
+    return f"{order}, m = {chosen.num_microbatches}{replicas}"
 
 
 def by_hand(case: Case, num_microbatches: int) -> Contestant:
@@ -128,7 +140,7 @@ def without_statistics(layers: sl.LayerSequence) -> sl.LayerSequence:
     return found
 
 
-def plan_text(case: Case, cell: dict[str, Any]) -> str:
+def plan_text(case: Case, cluster: sl.Cluster, cell: dict[str, Any]) -> str:
     """Profile with both cores at work and plan; return what `Plan.save` writes."""
     batch = len(case.target)
     profile = sl.profile(
@@ -136,13 +148,12 @@ def plan_text(case: Case, cell: dict[str, Any]) -> str:
         case.inputs,
         loss_fn=case.loss_fn,
         target=case.target,
-        sizes=sorted({max(1, batch // share) for share in (16, 8, 4, 2)}),
+        sizes=sorted({max(1, batch // share) for share in (32, 16, 8, 4, 2)}),
         repeats=1 if cell["is_quick"] else 7,
         ranks=RANKS,
         progress=False,
     )
-    cluster = sl.Cluster(num_devices=RANKS, memory=cell["memory"])
-    plan = sl.plan(profile, cluster, batch_size=batch, num_ranks=RANKS, optimizer="sgd")
+    plan = sl.plan(profile, cluster, batch_size=batch, optimizer="sgd")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)

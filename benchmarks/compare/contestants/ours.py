@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.compare.contestants.contestant import Contestant, nothing, rank
 from benchmarks.compare.workloads import Case
+from torch.distributed.device_mesh import init_device_mesh
 
 import stageline as sl
 
@@ -45,9 +46,13 @@ def serial(case: Case, num_microbatches: int, name: str = SERIAL) -> Contestant:
 
 
 def planned(case: Case, plan: sl.Plan, init_fn: Init | None = None) -> Contestant:
-    """Return a pipeline as it was planned, with a rank in each process."""
-    pipe = sl.Pipeline(case.layers, case.loss_fn, plan=plan, init_fn=init_fn, options=OPTIONS)
-    return _of_pipeline(PLANNED, case, pipe)
+    """Return a pipeline as it was planned, with a rank or a replica in each process."""
+    sizes = plan.chosen.replicas, plan.chosen.num_ranks
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp"))
+    pipe = sl.Pipeline(
+        case.layers, case.loss_fn, plan=plan, mesh=mesh, init_fn=init_fn, options=OPTIONS
+    )
+    return _of_pipeline(PLANNED, case.part(mesh.get_local_rank("dp"), plan.chosen.replicas), pipe)
 
 
 def _contestant(
