@@ -231,6 +231,38 @@ def test_an_optimizer_of_the_callers_own_is_refused(build: Build, schedule: str)
     outside.step()  # the weights are the caller's again
 
 
+def test_a_callers_step_is_refused_while_the_rank_of_that_stage_steps(build: Build) -> None:
+    """Ranks are threads: a step of the caller's must not pass for that of the rank."""
+    started, refused = threading.Event(), threading.Event()
+
+    class SlowStep(SGD):
+        def step(self, *given: Any, **options: Any) -> Any:
+            started.set()
+            assert refused.wait(60)
+            return super().step(*given, **options)
+
+    def optimizer_fn(weights: list[nn.Parameter]) -> Optimizer:
+        return SlowStep(weights, 0.02)
+
+    pipe = build(optimizer_fn=optimizer_fn, num_ranks=1, backend="threads")
+    outcomes: list[BaseException | None] = []
+
+    def step_from_outside() -> None:
+        assert started.wait(60)
+        try:
+            SGD.step(pipe.optimizers[0])  # type: ignore[arg-type]
+        except ModelError as error:
+            outcomes.append(error)
+        finally:
+            refused.set()
+
+    caller = threading.Thread(target=step_from_outside)
+    caller.start()
+    assert len(list(pipe.run(batches(1)))) == 1
+    caller.join(60)
+    assert [str(error).split(" was called")[0] for error in outcomes] == ["SlowStep.step()"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
 def test_a_scheduler_of_the_callers_own_may_step_between_streams_and_not_in_one(

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -116,7 +117,8 @@ class StageOptimizers:
         self.max_norm = math.inf if max_norm is None else max_norm
         self.measures = measures  # how much weights change
         self.change: str | None = None  # an external change, in words
-        self.at_work: set[Optimizer] = set()
+        # with the thread, because the caller may step an optimizer while its rank steps it, too
+        self.at_work: set[tuple[int, Optimizer]] = set()
         self.release = weakref.finalize(self, self._refuse_others())
 
     @staticmethod
@@ -225,12 +227,13 @@ class StageOptimizers:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Allow one of our own optimizers to step."""
-        self.at_work.add(optimizer)
+        """Allow this thread to step one of our own optimizers."""
+        step = get_ident(), optimizer
+        self.at_work.add(step)
         try:
             yield
         finally:
-            self.at_work.discard(optimizer)
+            self.at_work.discard(step)
 
     def _look_for_change(self, stage: int, own: StageOptimizer) -> None:
         found = own.external_change()
@@ -243,7 +246,7 @@ class StageOptimizers:
         at_work = self.at_work
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer not in at_work and any(
+            if (get_ident(), optimizer) not in at_work and any(
                 parameter in owned
                 for group in optimizer.param_groups
                 for parameter in group["params"]
