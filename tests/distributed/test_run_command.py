@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from stageline.cli.bound import cores_of
+
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
@@ -41,6 +43,30 @@ def test_a_script_runs_as_several_ranks(tmp_path: Path) -> None:
     losses = re.findall(r"with \['--lr', '0.1'\]: (\d\.\d{4})", ended.stdout)
     assert len(losses) == 2
     assert losses[0] == losses[1]
+
+
+CORES = """
+import os
+print(f"rank {os.environ['RANK']}: {sorted(os.sched_getaffinity(0))}")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+def test_each_process_has_its_share_of_the_cores_if_there_is_one_for_each(tmp_path: Path) -> None:
+    script = tmp_path / "cores.py"
+    script.write_text(CORES)
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(2, len(cores))
+    ended = stageline("run", "--num-processes", str(count), str(script))
+    shares = [cores_of(rank, count, cores) for rank in range(count)]
+    assert set().union(*shares) == set(cores)
+    assert sum(map(len, shares)) == len(cores)
+    for rank, share in enumerate(shares):
+        assert f"rank {rank}: {sorted(share)}" in ended.stdout
+    ended = stageline("run", "--no-bind-cores", "--num-processes", str(count), str(script))
+    assert ended.stdout.count(str(cores)) == count
+    too_many = stageline("run", "--num-processes", str(len(cores) + 1), str(script))
+    assert too_many.stdout.count(str(cores)) == len(cores) + 1
 
 
 def test_a_script_that_fails_is_named(tmp_path: Path) -> None:

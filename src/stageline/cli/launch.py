@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from stageline.arguments import check_size
+from stageline.cli import bound
 from stageline.errors import ModelError, StageError
 from stageline.limits import MOST_PROCESSES, MOST_RESTARTS, check_most
 
+BINDING = bound.__name__
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "stageline"  # the name under which torch finds `LoopbackRendezvous`
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # these end the command
@@ -45,17 +48,23 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 def launch(
-    script: Path, arguments: Sequence[str], num_processes: int, max_restarts: int = 0
+    script: Path,
+    arguments: Sequence[str],
+    num_processes: int,
+    max_restarts: int = 0,
+    *,
+    bind_cores: bool = True,
 ) -> None:
     """Run a script until all processes have ended; raise `StageError` if one of them failed."""
     if not script.is_file():
         raise ModelError(f"{script} does not exist, but has to be a Python script")
-    _launch(str(script), [str(script), *arguments], num_processes, max_restarts)
+    command = [sys.executable, "-u", str(script), *arguments]
+    _launch(str(script), command, num_processes, max_restarts, bind_cores=bind_cores)
 
 
 def launch_module(module: str, arguments: Sequence[str], num_processes: int) -> None:
     """Run a module in the same way, as `python -m` does."""
-    _launch(module, ["--module", module, *arguments], num_processes)
+    _launch(module, [sys.executable, "-u", "-m", module, *arguments], num_processes)
 
 
 @contextmanager
@@ -68,7 +77,14 @@ def exit_on_signal() -> Iterator[None]:
         raise typer.Exit(128 + stop.number) from None
 
 
-def _launch(name: str, command: Sequence[str], num_processes: int, max_restarts: int = 0) -> None:
+def _launch(
+    name: str,
+    command: Sequence[str],
+    num_processes: int,
+    max_restarts: int = 0,
+    *,
+    bind_cores: bool = True,
+) -> None:
     check_size("num_processes", num_processes)
     advice = "use fewer, or several machines with torchrun"
     check_most("num_processes", num_processes, MOST_PROCESSES, advice)
@@ -79,10 +95,11 @@ def _launch(name: str, command: Sequence[str], num_processes: int, max_restarts:
     rendezvous_handler_registry.register(RENDEZVOUS, LoopbackRendezvous)
     options = [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     options += [f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-endpoint={LOOPBACK}:0"]
-    options += [f"--local-addr={LOOPBACK}", f"--signals-to-handle={LEFT_TO_TORCH}"]
+    options += [f"--local-addr={LOOPBACK}", f"--signals-to-handle={LEFT_TO_TORCH}", "--no-python"]
+    binding = [sys.executable, "-m", BINDING] if bind_cores else []
     try:
         with TemporaryDirectory(prefix="stageline_") as logs, _stopped_by_signals(), _no_logs():
-            run.main([*options, f"--log-dir={logs}", *command])
+            run.main([*options, f"--log-dir={logs}", *binding, *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise StageError(

@@ -20,6 +20,13 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often to start all processes again after a failure.")
     ] = 0,
+    bind_cores: Annotated[
+        bool,
+        typer.Option(
+            "--bind-cores/--no-bind-cores",
+            help="Give each process its share of the cores, if there is one for each.",
+        ),
+    ] = True,
 ) -> None:
     """Run a script as several processes on this machine: torchrun, on loopback only.
 
@@ -31,4 +38,4 @@ def run(
     with loading_torch():
         from stageline.cli.launch import exit_on_signal, launch  # noqa: PLC0415
     with exit_on_signal():
-        launch(script, context.args, num_processes, max_restarts)
+        launch(script, context.args, num_processes, max_restarts, bind_cores=bind_cores)
