@@ -163,6 +163,17 @@ class LayerSequence:
         """The modules of all layers."""
         return nn.ModuleList(layer.module for layer in self.layers)
 
+    @cached_property
+    def shared_modules(self) -> frozenset[nn.Module]:
+        """The modules that several layers have."""
+        seen: set[nn.Module] = set()
+        shared: set[nn.Module] = set()
+        for layer in self.layers:
+            own = set(layer.module.modules())
+            shared |= own & seen
+            seen |= own
+        return frozenset(shared)
+
     def train(self, mode: bool = True) -> None:
         """Set training or eval mode on all layers and the modules they were taken from."""
         for module in (*self.containers, *self.modules):

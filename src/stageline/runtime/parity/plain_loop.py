@@ -24,8 +24,8 @@ from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.inner_gradients import InnerGradients
 from stageline.runtime.exactness.layer_state import LayerState
+from stageline.runtime.exactness.randomness.layer_randomness import LayerRandomness
 from stageline.runtime.exactness.randomness.seeded_draws import RandomKey
-from stageline.runtime.exactness.randomness.watched_draws import LayerRandomness
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.weight_aliases import restored_after_hooks
 from stageline.runtime.parity.unwrapped_model import run_unwrapped

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from stageline.model.layers import LayerSequence
 from stageline.model.recording.call_arguments import call_arguments
 from stageline.model.recording.tape import START
+from stageline.runtime.exactness.randomness.layer_randomness import LayerRandomness
 from stageline.runtime.exactness.randomness.seeded_draws import RandomKey
-from stageline.runtime.exactness.randomness.watched_draws import LayerRandomness
 from stageline.torch_private import parameter_table
 
 Enter = Callable[[int], None]

@@ -78,7 +78,7 @@ class Stage:
         self.in_place = self._in_place_changes()
         self.inner_gradients = InnerGradients(modules)
         kind = WatchedDraws if uses_threads else SeededDraws
-        self.draws: Draws = kind(modules.values(), device)
+        self.draws: Draws = kind(modules.values(), device, layers.shared_modules)
         self.layer_state = LayerState(modules.values(), has_norms=batch_norm == "microbatch")
         self.recomputation = Recomputation()
         self.versions: Versions | None = None  # of its weights, if several are in use at a time

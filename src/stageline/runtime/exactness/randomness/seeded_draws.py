@@ -7,7 +7,7 @@ so there layers draw from others (`watched_draws.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
@@ -60,7 +60,12 @@ class SeededDraws:
     Seeding and restoring the generator take 3 µs, and looking whether numbers were drawn 3 more.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device | None) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device | None,
+        shared: Container[nn.Module] = (),  # noqa: ARG002  one layer runs at a time
+    ) -> None:
         self.deterministic = {module for module in modules if not may_draw(module)}
         self.generators = default_generators(device)
         self.counts, self.num_draws = False, 0
