@@ -13,9 +13,9 @@ backward (`inner_gradients.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,10 @@ INTERCEPTED: frozenset[Callable[..., Any]] = frozenset(
         Tensor.__rmatmul__,
     }
 )
+
+
+# Kinds of arguments that are no weights. Most are of these, and are not looked at any further.
+WITHOUT_WEIGHTS = frozenset({Tensor, int, float, bool, str, type(None), torch.dtype})
 
 
 @dataclass
@@ -180,23 +184,49 @@ class WeightCallInterceptor(FunctionInterceptor):
         kwargs: dict[str, Any],
         weights: list[nn.Parameter],
     ) -> Any:
-        found = (t for t in _tensors((*args, *kwargs.values())) if t.requires_grad)
-        differentiable = {id(tensor): tensor for tensor in found}
-        # what is passed several times, such as query and key, is one input with one gradient
-        inputs = [t for t in differentiable.values() if not isinstance(t, nn.Parameter)]
-        copies = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs}
-        args = tuple(_replaced(item, copies) for item in args)
-        kwargs = {name: _replaced(item, copies) for name, item in kwargs.items()}
-        result = (self.tables.call if self.tables else _call)(func, args, kwargs)
+        inputs = _Inputs({}, {})
+        args = tuple([inputs.replaced(item) for item in args])
+        if kwargs:
+            kwargs = {name: inputs.replaced(item) for name, item in kwargs.items()}
+        result = self.tables.call(func, args, kwargs) if self.tables else func(*args, **kwargs)
         results = result if isinstance(result, tuple) else (result,)
         needed = [item for item in results if _needs_gradient(item)]
         outputs = [get_gradient_edge(item) for item in needed]
         linear = args if func is F.linear and not kwargs else ()
-        call = WeightCall(self.forward, self.layer, [*copies.values()], weights, outputs, linear)
+        copies = [*inputs.copies.values()]
+        call = WeightCall(self.forward, self.layer, copies, weights, outputs, linear)
         self.calls.append(call)
-        outside = iter(_AroundCall.apply(call, needed, self.anchor, *inputs))  # type: ignore[no-untyped-call]
-        around = tuple(next(outside) if _needs_gradient(item) else item for item in results)
-        return around if isinstance(result, tuple) else around[0]
+        around = _AroundCall.apply(call, needed, self.anchor, *inputs.given.values())  # type: ignore[no-untyped-call]
+        if not isinstance(result, tuple):
+            return around[0] if needed else result
+        outside = iter(around)
+        return tuple(next(outside) if _needs_gradient(item) else item for item in results)
+
+
+class _Inputs(NamedTuple):
+    """The differentiable inputs of a call, by id, and the copies that take their places.
+
+    What is passed several times, such as query and key, is one input with one gradient.
+    """
+
+    given: dict[int, Tensor]
+    copies: dict[int, Tensor]
+
+    def replaced(self, item: Any) -> Any:
+        """Return an argument with copies of the inputs; `einsum` may have them in a list."""
+        kind = type(item)
+        if kind in WITHOUT_WEIGHTS and kind is not Tensor:
+            return item
+        if isinstance(item, Tensor):
+            if not item.requires_grad or isinstance(item, nn.Parameter):
+                return item
+            key = id(item)
+            if key not in self.copies:
+                self.given[key], self.copies[key] = item, item.detach().requires_grad_()
+            return self.copies[key]
+        if isinstance(item, list | tuple) and not _has_numbers(item):
+            return [self.replaced(part) for part in item]
+        return item
 
 
 class _AroundCall(torch.autograd.Function):
@@ -227,22 +257,20 @@ class _AroundCall(torch.autograd.Function):
         return None, None, None, *autograd.gradients(call.leaves, outputs, found)
 
 
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 def trained_weights(items: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters among arguments that need a gradient, each once."""
     found: list[nn.Parameter] = []
     for item in items:
         kind = type(item)
+        if kind in WITHOUT_WEIGHTS:  # asking whether a tensor is a parameter costs a microsecond
+            continue
         if kind is nn.Parameter:
             if item.requires_grad:
                 found.append(item)
         elif kind is list or kind is tuple:
-            found += trained_weights(item)
-        # asking any other tensor whether it is a parameter costs a microsecond
-        elif kind is not Tensor and isinstance(item, Tensor) and _is_trained(item):
+            if not _has_numbers(item):
+                found += trained_weights(item)
+        elif isinstance(item, Tensor) and _is_trained(item):
             found.append(item)
     return list({id(weight): weight for weight in found}.values()) if len(found) > 1 else found
 
@@ -251,13 +279,9 @@ def _is_trained(item: Tensor) -> TypeGuard[nn.Parameter]:
     return isinstance(item, nn.Parameter) and item.requires_grad
 
 
-def _tensors(items: Iterable[Any]) -> Iterable[Tensor]:
-    """Yield the tensors among arguments; `einsum` may be given its operands in a list."""
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from _tensors(item)
+def _has_numbers(items: Sequence[Any]) -> bool:
+    """Return whether it is a sequence of numbers, such as the strides of a convolution."""
+    return not items or type(items[0]) is type(items[-1]) is int
 
 
 def _may_bring_gradient(result: Any) -> bool:
@@ -269,12 +293,6 @@ def _may_bring_gradient(result: Any) -> bool:
     if isinstance(result, list | tuple):
         return any(map(_may_bring_gradient, result))
     return isinstance(result, Tensor) and (result.requires_grad or not torch.is_grad_enabled())
-
-
-def _replaced(item: Any, copies: Mapping[int, Tensor]) -> Any:
-    if isinstance(item, list | tuple) and any(True for _ in _tensors(item)):
-        return [_replaced(part, copies) for part in item]
-    return copies.get(id(item), item)
 
 
 def _needs_gradient(item: Any) -> bool:
