@@ -23,8 +23,8 @@ class Options:
     with the same bits; False does what autograd does.
     `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
-    Processes of one machine exchange tensors through shared memory, unless `shared_memory` is
-    False: then over gloo, as between machines.
+    Processes of one machine exchange tensors through shared memory, and replicas sum gradients
+    through it, unless `shared_memory` is False: then over gloo, as between machines.
 
     Two are for models whose forward is recorded, and may be given to `Pipeline` itself as well:
     `opaque` names modules that are never cut, and `cut_at` the layers that stages begin with.

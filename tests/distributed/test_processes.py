@@ -64,6 +64,26 @@ def test_a_layer_that_raises_ends_every_rank_with_one_error(messages: str) -> No
 
 
 @pytest.mark.parametrize("messages", ["memory", "gloo"])
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("raise", "rank 0 of replica 1 failed in layer 'trouble' at 0F2"),
+        ("SIGKILL", "rank 0 of replica 1 is gone: its connection broke"),
+        ("SIGSTOP", "rank 0 of replica 1"),
+    ],
+)
+def test_replicas_that_wait_for_gradients_name_the_one_that_failed(
+    what: str, expected: str, messages: str
+) -> None:
+    stopped = [1] if what == "SIGSTOP" else []
+    ends = launch("failing", 3, what, "replicas", messages, timeout=25.0, stopped=stopped)
+    for ended in (ends[0], ends[2]):
+        assert ended.code == 1
+        assert expected in ended.output
+        assert "never reached" not in ended.output
+
+
+@pytest.mark.parametrize("messages", ["memory", "gloo"])
 def test_a_rank_that_is_killed_is_named_by_the_others(messages: str) -> None:
     ends = launch("failing", 3, "SIGKILL", messages)
     assert ends[1].code == -signal.SIGKILL

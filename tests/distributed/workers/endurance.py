@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sized
 from pathlib import Path
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch
@@ -46,9 +47,22 @@ def held(pipe: sl.Pipeline) -> Held:
         pages * os.sysconf("SC_PAGE_SIZE"),
         sum(issubclass(type(item), Tensor) for item in gc.get_objects()),
         threading.active_count(),
-        len(os.listdir("/proc/self/fd")),  # noqa: PTH208  an iterator would count itself
+        num_files(),
         sum(map(len, waiting)) + outgoing.leaving.qsize(),
     )
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  an iterator would count itself
+
+
+def files_left(before: int) -> int:
+    """Count open files when all ranks have closed theirs: rank 0 has the other end of some."""
+    dist.barrier()
+    end = monotonic() + 10.0
+    while num_files() > before and monotonic() < end:
+        sleep(0.01)  # the store's thread closes connections when it comes to it
+    return num_files()
 
 
 def train(pipe: sl.Pipeline, steps: range) -> None:
@@ -77,7 +91,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     early, late = int(sys.argv[1]), int(sys.argv[2])
     for schedule in ("1f1b", "zbv"):
-        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        dist.barrier()
+        before = num_files()
         pipe = sl.Pipeline(
             [nn.Linear(64, 64) for _ in range(8)],
             nn.functional.mse_loss,
@@ -93,7 +108,7 @@ def main() -> None:
         pipe.close()
         del pipe
         gc.collect()
-        after = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        after = files_left(before)
         print(f"rank {dist.get_rank()}, {schedule}, step {early}: {first}")
         print(f"rank {dist.get_rank()}, {schedule}, step {late}: {last}, closed: {after - before}")
         assert all(b <= a for a, b in zip(first[1:], last[1:], strict=True)), (first, last)

@@ -10,12 +10,12 @@ ranks do together is built from these collectives, beside its subject.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from stageline.runtime.engine.loop import Loop
@@ -63,6 +63,12 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: Tensor, what: str, group: Group) -> Callable[[], Tensor]:
         """Start to sum a tensor in place; call the result to wait for the sum."""
+
+    def shared_sum(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
+        """Start to sum gradients over replicas through memory; call the result to wait for it.
+
+        Return None if the replicas do not share memory.
+        """
 
     def all_gather(self, tensor: Tensor, what: str, group: Group) -> Callable[[], list[Tensor]]:
         """Start to gather tensors of one shape; call the result to wait for them."""

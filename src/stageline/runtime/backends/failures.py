@@ -26,14 +26,19 @@ def stage_error(loop: Loop, stream: Stream, rank: int, error: BaseException) -> 
     return StageError(f"{failure_text(loop, stream, rank, error)}\n  stopped: {stopped}")
 
 
-def failure_text(loop: Loop, stream: Stream, rank: int, error: BaseException) -> str:
-    """Return which rank, layer, action and micro-batch failed, and the cause."""
+def failure_text(
+    loop: Loop, stream: Stream, rank: int, error: BaseException, name: str = ""
+) -> str:
+    """Return which rank, layer, action and micro-batch failed, and the cause.
+
+    `name` is that of a rank which has replicas, or shares its stages with others.
+    """
     minibatch, action = stream.now[rank]
     layer = loop.stages[action.stage].running_layer
     which = "" if action.microbatch == WHOLE_BATCH else f", micro-batch {action.microbatch}"
     which += f" of mini-batch {minibatch}" if stream.is_open else ""
     return (
-        f"rank {rank} failed in layer {layer!r} at {action} "
+        f"{name or f'rank {rank}'} failed in layer {layer!r} at {action} "
         f"({WORDS.get(action.kind, action.kind)}{which})\n"
         f"  {type(error).__name__}: {_text(error)}"
     )

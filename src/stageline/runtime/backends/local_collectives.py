@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Group
 
@@ -40,6 +40,9 @@ class LocalCollectives:
 
     def all_reduce(self, tensor: Tensor, what: str, group: Group) -> Callable[[], Tensor]:  # noqa: ARG002
         return lambda: tensor
+
+    def shared_sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return None: there are no replicas."""
 
     def all_gather(self, tensor: Tensor, what: str, group: Group) -> Callable[[], list[Tensor]]:  # noqa: ARG002
         return lambda: [tensor]

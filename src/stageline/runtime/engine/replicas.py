@@ -24,7 +24,7 @@ class Replicas:
         self.collectives, self.layout = collectives, layout
         self.is_isolated = False
         self.earlier: dict[nn.Parameter, Tensor] = {}
-        self.sums: dict[int, list[tuple[Callable[[], Tensor], list[nn.Parameter]]]] = {}
+        self.sums: dict[int, list[Callable[[], None]]] = {}
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -74,18 +74,22 @@ class Replicas:
     def _start(self, stage: int, parameters: list[nn.Parameter]) -> None:
         sums = self.sums.setdefault(stage, [])
         for bucket in _buckets(parameters):
-            buffer = _flat(bucket)
-            if self._are_several:
-                arrive = self.collectives.all_reduce(buffer, "gradients", Group.REPLICAS)
-            else:  # few, and added up in their order
-                gathered = self.collectives.all_gather(buffer, "gradients", Group.SIBLINGS)
-                arrive = _added(gathered)
-            sums.append((arrive, bucket))
+            shared = self.collectives.shared_sum(bucket) if self._are_several else None
+            sums.append(shared or self._flat_sum(bucket))
+
+    def _flat_sum(self, bucket: list[nn.Parameter]) -> Callable[[], None]:
+        buffer = _flat(bucket)
+        if self._are_several:
+            arrive = self.collectives.all_reduce(buffer, "gradients", Group.REPLICAS)
+        else:  # few, and added up in their order
+            gathered = self.collectives.all_gather(buffer, "gradients", Group.SIBLINGS)
+            arrive = _added(gathered)
+        return lambda: _unflatten(arrive(), bucket)
 
     def finish(self, stage: int) -> None:
         """Wait for a stage's sums, and add the gradients of earlier steps."""
-        for arrive, bucket in (*self.sums.pop(stage, ()), *self.sums.pop(TIED, ())):
-            _unflatten(arrive(), bucket)
+        for finish in (*self.sums.pop(stage, ()), *self.sums.pop(TIED, ())):
+            finish()
         if self.earlier:
             for parameter in self.layout.stage_parameters(stage):
                 gradient = self.earlier.pop(parameter, None)

@@ -184,7 +184,7 @@ class ProcessesRun:
         need: MessageKey | None = None
         asked = perf_counter()
         try:
-            for link in self.transport.links.values():
+            for link in connection.groups.near:
                 link.begin_minibatch()
             with current(self.backend.device):
                 need = next(actions)
@@ -203,7 +203,7 @@ class ProcessesRun:
         except StageError:
             raise
         except BaseException as error:
-            text = failure_text(self.loop, stream, rank, error)
+            text = failure_text(self.loop, stream, rank, error, connection.watch.name)
             raise connection.failed(connection.watch.report_failure(text)) from error
 
 

@@ -1,16 +1,16 @@
-"""Collectives over process groups: the eight primitives that everything shared is built from."""
+"""Collectives over process groups: the nine primitives that everything shared is built from."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.model import trees
 from stageline.runtime.backends.backend import Group
@@ -19,6 +19,7 @@ from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
 from stageline.runtime.backends.processes.messages.packing import Packing
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
+from stageline.runtime.backends.processes.shared_sums import shared_sums
 
 T = TypeVar("T")
 LAST_SUMS = 5.0  # seconds in which sums that nobody has read may still arrive
@@ -34,6 +35,7 @@ class ProcessCollectives:
         self.is_first_part = self.groups.is_first_part
         siblings = self.groups.of(Group.SIBLINGS)
         self.is_first_sibling = siblings is None or dist.get_rank(siblings) == 0
+        self.shared_sums = shared_sums(self.groups)
         self.sums: list[Any] = []  # they must have arrived before the process ends
         weakref.finalize(self, _arrive, self.sums, self.groups)
 
@@ -72,6 +74,18 @@ class ProcessCollectives:
         assert work is not None  # this process is of the group
         self.sums[:] = [other for other in self.sums if not other.is_completed()] + [work]
         return lambda: self._arrived(work, what, tensor)
+
+    def shared_sum(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
+        if self.shared_sums is None or parameters[0].device.type != "cpu":
+            return None
+        with self.guarded("gradients"):
+            finish = self.shared_sums.start(parameters)
+
+        def finished() -> None:
+            with self.guarded("gradients"):
+                finish()
+
+        return finished
 
     def all_gather(self, tensor: Tensor, what: str, group: Group) -> Callable[[], list[Tensor]]:
         found = self.groups.of(group)

@@ -48,7 +48,7 @@ class Connection:
                 yield
         except StagelineError:
             raise
-        except RuntimeError as error:  # a connection broke, or the watch has ended the wait
+        except (RuntimeError, RankLost) as error:  # a connection broke, or the watch ended the wait
             raise self.failed(
                 self.watch.cause_of(
                     f"its connection broke while {self.watch.name} waited for all ranks to share "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,12 +67,14 @@ class ProcessGroups:
 
     watch: FailureWatch
     opened: list[OwnedGroup]  # all of them
+    near: list[LocalLink]  # all links, of both sorts below
     own_pipeline: OwnedGroup
     own_everyone: OwnedGroup
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
     own_replicas: OwnedGroup | None  # None: there is one replica
     own_siblings: OwnedGroup | None  # ranks that hold the same stage, if any do
     links: Mapping[int, LocalLink]  # to ranks of this pipeline on this machine
+    replica_links: Mapping[int, LocalLink]  # to replicas on this machine, of the same stages
     replica: int
     num_replicas: int
     is_first_part: bool  # the first of several processes that hold parts of the same tensors
@@ -98,18 +100,18 @@ class ProcessGroups:
 
     def hang_up(self) -> None:
         """Close all connections, so that nobody goes on waiting at either end."""
-        hang_up(self.opened, self.links)
+        hang_up(self.opened, self.near)
 
     def close(self) -> None:
-        for link in self.links.values():
+        for link in self.near:
             link.close()
         for own in self.opened:
             own.close()
 
 
-def hang_up(opened: Sequence[OwnedGroup], links: Mapping[int, LocalLink]) -> None:
+def hang_up(opened: Sequence[OwnedGroup], links: Iterable[LocalLink]) -> None:
     """Close connections, so that nobody goes on waiting at either end."""
-    for link in links.values():
+    for link in links:
         link.hang_up()
     for own in opened:
         if own.close.alive:
@@ -145,32 +147,12 @@ def connect(
     machine go through memory.
     """
     grid = _checked_grid(mesh, num_ranks, has_siblings=bool(stages))
-    dp, _, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
     opened: list[OwnedGroup] = []
-    links: dict[int, LocalLink] = {}
-    watch = _assembled(grid, limit, lambda: hang_up(opened, links))
-
-    def own_group(rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
-        opened.append(watch.call("connections", lambda: _own_group(rows, limit, backend)))
-        return opened[-1]
-
-    everyone = [grid.flatten().tolist()]
-    siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
+    near: list[LocalLink] = []
+    watch = _assembled(grid, limit, lambda: hang_up(opened, near))
+    making = _Making(watch, limit, shares_memory, opened, near)
     try:
-        groups = ProcessGroups(
-            watch,
-            opened,
-            own_group(_lines(grid.permute(0, 2, 1))),
-            own_group(everyone, "gloo"),  # for numbers in host memory, so not NCCL
-            own_group(everyone, "gloo"),
-            own_group(_lines(grid.permute(1, 2, 0))) if len(grid) > 1 else None,
-            own_group(siblings) if stages else None,
-            links,
-            dp,
-            len(grid),
-            tp == 0,
-        )
-        links.update(_links(grid[dp, :, tp].tolist(), groups, limit, shares_memory=shares_memory))
+        return _groups(grid, making, stages)
     except StageError:
         watch.leave()
         raise
@@ -178,18 +160,55 @@ def connect(
         message = watch.cause_of(f"{watch.name} could not connect to it when a pipeline was made")
         watch.leave()
         raise StageError(f"{message}\n  {error}") from None
-    return groups
 
 
-def _links(
-    pipeline: list[int], groups: ProcessGroups, limit: float, *, shares_memory: bool
-) -> dict[int, LocalLink]:
-    everyone = groups.everyone
-    near = groups.watch.call(
-        "connections",
-        lambda: connect_neighbours(pipeline, everyone, shares_memory=shares_memory),
+@dataclass(frozen=True)
+class _Making:
+    """Makes groups and links, which all processes make in the same order, and keeps them."""
+
+    watch: FailureWatch
+    limit: float
+    shares_memory: bool
+    opened: list[OwnedGroup]
+    near: list[LocalLink]
+
+    def group(self, rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
+        made = self.watch.call("connections", lambda: _own_group(rows, self.limit, backend))
+        self.opened.append(made)
+        return made
+
+    def links(self, ranks: list[int], everyone: OwnedGroup, limit: float) -> dict[int, LocalLink]:
+        shares = self.shares_memory
+        sockets = self.watch.call(
+            "connections", lambda: connect_neighbours(ranks, everyone.now, shares_memory=shares)
+        )
+        made = open_links(sockets, limit)
+        self.near.extend(made.values())
+        return made
+
+
+def _groups(grid: torch.Tensor, making: _Making, stages: Sequence[range]) -> ProcessGroups:
+    dp, pp, tp = (int(index) for index in (grid == dist.get_rank()).nonzero()[0])
+    limit, all_ranks = making.limit, [grid.flatten().tolist()]
+    siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
+    has_replicas = len(grid) > 1
+    everyone = making.group(all_ranks, "gloo")  # for numbers in host memory, so not NCCL
+    line, column = grid[dp, :, tp].tolist(), grid[:, pp, tp].tolist()
+    return ProcessGroups(
+        making.watch,
+        making.opened,
+        making.near,
+        making.group(_lines(grid.permute(0, 2, 1))),
+        everyone,
+        making.group(all_ranks, "gloo"),
+        making.group(_lines(grid.permute(1, 2, 0))) if has_replicas else None,
+        making.group(siblings) if stages else None,
+        making.links(line, everyone, limit),
+        making.links(column, everyone, _longest_wait(limit)) if has_replicas else {},
+        dp,
+        len(grid),
+        tp == 0,
     )
-    return open_links(near, limit)
 
 
 def _lines(grid: torch.Tensor) -> list[list[int]]:
@@ -295,7 +314,10 @@ def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) 
     groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
     mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
-    # from here on the watch ends waits, and knows who is late for a reason
-    longest = timedelta(seconds=max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK)
-    set_group_timeout(mine, longest)
+    set_group_timeout(mine, timedelta(seconds=_longest_wait(limit)))
     return OwnedGroup(mine)
+
+
+def _longest_wait(limit: float) -> float:
+    """Return the limit of waits that the watch ends earlier: it knows who is late for a reason."""
+    return max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK
