@@ -32,6 +32,7 @@ class Group(NamedTuple):
     num_ranks: int
     cells: Mapping[str, Any]  # by name: what `kind` needs to know
     environment: Mapping[str, str] = {}
+    binds_cores: bool = False  # a core for each process, so none may have contestants in threads
 
     def without(self, names: Sequence[str]) -> Group:
         return self._replace(cells={n: cell for n, cell in self.cells.items() if n not in names})
@@ -69,7 +70,8 @@ def launch(group: Group, results: Results) -> str:
         job.write_text(
             json.dumps({"kind": group.kind, "cells": dict(group.cells)}), encoding="utf-8"
         )
-        command = [sys.executable, "-m", "stageline", "run"]
+        binding = "--bind-cores" if group.binds_cores else "--no-bind-cores"
+        command = [sys.executable, "-m", "stageline", "run", binding]
         command += ["--num-processes", str(group.num_ranks), str(WORKER)]
         command += [str(job), str(results.path.resolve())]
         seconds = SECONDS_OF_CELL * len(group.cells)

@@ -1,8 +1,9 @@
 """The same cut and the same order of work in Stageline and torch; and the baselines beside them.
 
-A cell is a workload with one of torch's schedules. Stageline runs torch's own order, over processes
-and in threads, and its own order of the same name where that differs. The cell `baselines` has
-torchgpipe and plain loops beside Stageline's 1F1B and GPipe.
+A cell is a workload with one of torch's schedules. Stageline runs torch's own order over processes,
+and its own order of the same name where that differs; for even models also in threads, beside the
+machine's limit. The cell `baselines` has torchgpipe, plain loops and the limit beside Stageline's
+1F1B and GPipe.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.compare.models import has_dropout, without_dropout
 from benchmarks.compare.orders import bubble_factor, can_run, is_same, order_that_ran, own_order
 from benchmarks.compare.stages import balance_of
 from benchmarks.compare.turns import close, take_turns
-from benchmarks.compare.workloads import WORKLOADS, Case, Workload
+from benchmarks.compare.workloads import UNEVEN, WORKLOADS, Case, Workload
 
 import stageline as sl
 
@@ -52,7 +53,8 @@ def groups(
             }
             for schedule in wanted
         }
-        found.append(Group("pipelines", workload.num_ranks, cells))
+        emulates = workload.is_emulated  # ranks that sleep share a core otherwise (stageline run)
+        found.append(Group("pipelines", workload.num_ranks, cells, binds_cores=emulates))
     return found
 
 
@@ -75,7 +77,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def contestants(workload: Workload, case: Case, name: str) -> Line:
-    """Return torch and Stageline with one schedule; the limit too, if the layers compute."""
+    """Return torch and Stageline with one schedule; for even models also threads and the limit."""
     ranks, count = workload.num_ranks, workload.num_microbatches
     num_stages = ranks * torch_pipelining.SCHEDULES[name].num_chunks
     balance = balance_of(case.layers, case.sample(count), num_stages)
@@ -86,7 +88,7 @@ def contestants(workload: Workload, case: Case, name: str) -> Line:
     if orders.other is not None:
         other = ours.processes(case.copy(), orders.other, balance, ours.PROCESSES + OWN_ORDER)
         found.append(other)
-    if not workload.is_emulated:
+    if not workload.is_emulated and workload.name not in UNEVEN:
         found.append(ours.threads(case.copy(), orders.ours, balance))
         found.append(loops.limit(case.copy(), count))
     facts = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from statistics import median
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,16 @@ class Occupy(nn.Module):
         lateness()  # measured now, not in the middle of a benchmark
         self.until: float | None = None  # when the current part of a backward ends
         self.weight = nn.Parameter(torch.ones(1, 1))
-        self.weight.register_hook(self._weight_done)  # type: ignore[no-untyped-call]
+        self._watch_weight()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of another one: a copy of a weight has none of its hooks."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
+        self._watch_weight()
+
+    def _watch_weight(self) -> None:
+        if self.weight.requires_grad:  # not where shapes are predicted
+            self.weight.register_hook(self._weight_done)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         end = perf_counter() + self.seconds[0]
