@@ -53,6 +53,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear without bias": lambda: nn.Linear(6, 4, bias=False),
     "several": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2)),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.Flatten()),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 44, 3, padding=1), nn.Conv1d(44, 44, 1), nn.Flatten()
+    ),
     "norms": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.RMSNorm(6), nn.GroupNorm(2, 6)),
     "matmul, and one not caught": Product,
     "a weight used twice": Twice,
@@ -98,6 +101,29 @@ def test_weights_have_no_gradient_before_the_second_half() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
     add_weight_gradients(catch.calls)
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_convolutions_with_little_work_for_what_they_hold_defer_nothing(by_name: bool) -> None:
+    class Convolution(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            if not by_name:
+                return super().forward(x)
+            w, b, groups = self.weight, self.bias, self.groups
+            return nn.functional.conv2d(input=x, weight=w, bias=b, groups=groups)
+
+    wide, narrow, depthwise = (
+        Convolution(64, 64, 1),
+        Convolution(64, 8, 1),
+        Convolution(8, 8, 3, groups=8),
+    )
+    with WeightCallInterceptor() as catch:
+        output = depthwise(narrow(wide(torch.randn(2, 64, 4, 4))))
+    output.sum().backward()
+    assert [call.weights for call in catch.calls] == [[wide.weight, wide.bias]]
+    assert wide.weight.grad is None
+    assert narrow.weight.grad is not None
+    assert depthwise.weight.grad is not None
 
 
 def test_a_first_layer_defers_its_weights_although_nothing_before_it_needs_gradients() -> None:
