@@ -11,7 +11,8 @@
     ├── CheckpointError (ValueError) a checkpoint that cannot be written, read or used
     ├── StageError (RuntimeError)    a layer raised: where, in which action, and the cause
     ├── SkipError (RuntimeError)     a layer that does not stash or pop what it declared
-    └── ParityError (RuntimeError)   a pipeline whose numbers differ from those of a plain loop
+    ├── ParityError (RuntimeError)   a pipeline whose numbers differ from those of a plain loop
+    └── StreamOrderError (RuntimeError) memory of a device that is used in no certain order
 
 A message says what was observed, what was expected and what to do, in that order.
 """
@@ -63,3 +64,7 @@ class SkipError(StagelineError, RuntimeError):
 
 class ParityError(StagelineError, RuntimeError):
     """A gradient or buffer differs from that of a plain loop; the message says by how much."""
+
+
+class StreamOrderError(StagelineError, RuntimeError):
+    """Two accesses of the same memory on different streams of a device that no event orders."""

@@ -25,6 +25,9 @@ class Options:
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
     Processes of one machine exchange tensors through shared memory, and replicas sum gradients
     through it, unless `shared_memory` is False: then over gloo, as between machines.
+    `check_streams` treats ranks on CPU as accelerators: streams are simulated, messages between
+    processes go over channels with NCCL's rules, and memory that is used in no certain order
+    raises `StreamOrderError`.
 
     Two are for models whose forward is recorded, and may be given to `Pipeline` itself as well:
     `opaque` names modules that are never cut, and `cut_at` the layers that stages begin with.
@@ -42,5 +45,6 @@ class Options:
     max_norm: float | None = None
     timeout: float = 60.0
     shared_memory: bool = True
+    check_streams: bool = False
     opaque: Sequence[str] = ()
     cut_at: Sequence[str] = ()

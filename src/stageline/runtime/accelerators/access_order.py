@@ -1,0 +1,88 @@
+"""Find accesses to the same memory that no event orders, by vector clocks.
+
+A stream counts what is queued on it, and knows how far it has waited for every other stream. Two
+accesses are ordered if the stream of the later one has waited for the earlier one. Two that are
+not, of which one writes, give results that depend on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from stageline.errors import StreamOrderError
+
+
+class SimulatedStream:
+    """A stream. State: how much is queued on it, and how much of all streams it comes after."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_queued = 0
+        self.done_before: dict[SimulatedStream, int] = {}
+        self.freed: list[Memory] = []  # memory that the next thing queued may reuse
+
+    def queue(self) -> int:
+        """Queue something; return its number."""
+        self.num_queued += 1
+        self.done_before[self] = self.num_queued
+        return self.num_queued
+
+    def event(self) -> Event:
+        return dict(self.done_before)
+
+    def wait(self, event: Event) -> None:
+        for stream, number in event.items():
+            self.done_before[stream] = max(number, self.done_before.get(stream, 0))
+
+    def comes_after(self, access: Access) -> bool:
+        return self.done_before.get(access.stream, 0) >= access.number
+
+
+Event = dict[SimulatedStream, int]
+
+
+class Access(NamedTuple):
+    """A use of memory by something that was queued."""
+
+    stream: SimulatedStream
+    number: int
+    place: str  # the operator, and the line of code that called it
+    writes: bool
+
+    def __str__(self) -> str:
+        verb = "written" if self.writes else "read"
+        return f"{verb} on {self.stream.name} by {self.place}"
+
+
+@dataclass
+class Memory:
+    """One block of memory. State: who used it last, and which streams it is kept alive for."""
+
+    owner: SimulatedStream  # on which it was allocated
+    last_write: Access
+    last_uses: dict[SimulatedStream, Access] = field(default_factory=dict)
+    kept_for: set[SimulatedStream] = field(default_factory=set)
+
+    def use(self, access: Access) -> None:
+        """Raise unless the access comes after all that it must not overlap with."""
+        earlier = [self.last_write, *self.last_uses.values()] if access.writes else [self.last_write]
+        for other in earlier:
+            if other.stream is not access.stream and not access.stream.comes_after(other):
+                raise StreamOrderError(
+                    f"memory is {access}, but nothing makes that wait until it was {other}: record "
+                    "an event behind the first, and wait for it before the second"
+                )
+        self.last_uses[access.stream] = access
+        if access.writes:
+            self.last_write = access
+
+    def check_reuse(self) -> None:
+        """Raise if streams may still use the memory when its owner reuses it."""
+        for stream, access in self.last_uses.items():
+            is_kept = stream is self.owner or stream in self.kept_for
+            if not is_kept and not self.owner.comes_after(access):
+                raise StreamOrderError(
+                    f"memory of {self.owner.name} was released and may be reused, but nothing "
+                    f"makes that wait until it was {access}: keep it alive for that stream"
+                )

@@ -1,0 +1,62 @@
+"""Streams and events of a real device, by the names that torch has for every kind of it.
+
+This has not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.runtime.accelerators.accelerator import Accelerator
+
+
+class TorchAccelerator:
+    """A device of torch's current accelerator: CUDA, ROCm, XPU and others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def rank_thread(self) -> Iterator[None]:
+        """Make it the device of this thread, for kernels and for tensors without a device."""
+        with torch.accelerator.device_index(self.device.index):
+            yield
+
+    def new_stream(self, purpose: str) -> torch.Stream:  # noqa: ARG002  torch's have no names
+        return torch.Stream(self.device)
+
+    def queueing_on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        return stream
+
+    def record_event(self) -> torch.Event:
+        return self._current.record_event()
+
+    def wait_event(self, event: torch.Event) -> None:
+        self._current.wait_event(event)
+
+    def keep_alive(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._current)
+
+    def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:  # noqa: ARG002
+        return tensor.to(self.device, non_blocking=True)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # from page-locked memory the host need not wait; torch keeps it until the copy is done
+        return tensor.pin_memory(self.device).to(self.device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.keep_alive(tensor)
+
+    @property
+    def _current(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
