@@ -11,7 +11,7 @@ from stageline.schedules import csv
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.build import build_schedule, schedule_names
 from stageline.schedules.check import check
-from stageline.schedules.edges import chain
+from stageline.schedules.edges import Edge, chain
 from stageline.schedules.program.lower import lower
 from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program
 from stageline.schedules.rules.channel_rules import CHANNEL_RULES
@@ -23,11 +23,13 @@ from stageline.schedules.schedule import Schedule
 SIZES = [(1, 2), (2, 4), (3, 7), (4, 8)]
 
 
-def program(*rows: str, epilogue: Epilogue = NO_EPILOGUE) -> Program:
+def program(
+    *rows: str, edges: tuple[Edge, ...] | None = None, epilogue: Epilogue = NO_EPILOGUE
+) -> Program:
     """Build a program from one string per rank, which contains all actions."""
     actions = tuple(tuple(csv.parse_cells(row.split(), rank)) for rank, row in enumerate(rows))
     schedule = Schedule.from_text(*rows)
-    edges = chain(schedule.num_stages)
+    edges = chain(schedule.num_stages) if edges is None else edges
     return Program(actions, schedule.placement, edges, "", schedule.replicas, epilogue)
 
 

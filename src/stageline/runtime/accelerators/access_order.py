@@ -66,9 +66,7 @@ class Memory:
 
     def use(self, access: Access) -> None:
         """Raise unless the access comes after all that it must not overlap with."""
-        earlier = (
-            [self.last_write, *self.last_uses.values()] if access.writes else [self.last_write]
-        )
+        earlier = [self.last_write, *self.last_uses.values()] if access.writes else [self.last_write]
         for other in earlier:
             if other.stream is not access.stream and not access.stream.comes_after(other):
                 raise StreamOrderError(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
-from stageline.schedules.action import COMPUTE, Action, Kind
+from stageline.schedules.action import COMPUTE, Kind
 from stageline.schedules.program.program import RECEIVE_KIND, Program, receive_of
 from stageline.schedules.task_graph import Dependencies
 
@@ -45,18 +45,24 @@ class ChannelTasks(NamedTuple):
     """The input of `run_lanes`.
 
     The first lanes are the ranks, with one task for each of their actions. Then follow the ends of
-    channels, with two tasks for each operation: it arrives, and it completes.
+    channels, with two tasks for each operation: it arrives, and it completes. Then follow the
+    meetings of more than two ranks, with one task each: without it the dependencies of p ranks
+    would be p².
     """
 
     lanes: list[list[int]]
-    ends: list[tuple[int, str]]  # the rank and the channel of each lane behind those of the ranks
-    dependencies: Dependencies
+    channels: list[str]  # of each lane that is an end of one
     operations: list[Operation]
+    arrivals: range  # the tasks of the operations that arrive; the next one is its completion
+    dependencies: Dependencies
 
     def action_of(self, task: int) -> int:
-        """Return the number of the action that a task belongs to."""
-        position = task - len(self.dependencies.rows) + 2 * len(self.operations)
-        return task if position < 0 else self.operations[position // 2].action
+        """Return the number of the action that a task of a rank or channel belongs to."""
+        behind = task - self.arrivals.start
+        return task if behind < 0 else self.operations[behind // 2].action
+
+    def is_meeting(self, task: int) -> bool:
+        return task >= self.arrivals.stop
 
 
 def channel_tasks(program: Program, channels: Channels) -> ChannelTasks:
@@ -72,16 +78,26 @@ def channel_tasks(program: Program, channels: Channels) -> ChannelTasks:
         meetings.setdefault(meeting, []).append(arrival)
         completions[action] = arrival + 1
     waits = dict(_waits(program, bounds, completions))
-    for operation, arrival in zip(operations, arrivals, strict=True):
-        others = meetings[operation.meeting]
-        waits[arrival + 1] = [other for other in others if other != arrival]
+    meeting_lanes: list[list[int]] = []
+    for ends in meetings.values():
+        if len(ends) > 2:
+            meeting_lanes.append([arrivals.stop + len(meeting_lanes)])
+            waits[meeting_lanes[-1][0]] = ends
+        for end in ends:
+            is_small = len(ends) <= 2
+            waits[end + 1] = [e for e in ends if e != end] if is_small else meeting_lanes[-1]
     distances = [
         tuple([(other - task, 0.0) for other in waits.get(task, ())])
-        for task in range(arrivals.stop)
+        for task in range(arrivals.stop + len(meeting_lanes))
     ]
     lanes = [[*range(first, end)] for first, end in pairwise(bounds)]
-    dependencies = Dependencies(1, distances)
-    return ChannelTasks([*lanes, *queues.values()], [*queues], dependencies, operations)
+    return ChannelTasks(
+        [*lanes, *queues.values(), *meeting_lanes],
+        [channel for _, channel in queues],
+        operations,
+        arrivals,
+        Dependencies(1, distances),
+    )
 
 
 def _operations(program: Program, bounds: Sequence[int], channels: Channels) -> Iterator[Operation]:

@@ -1,4 +1,4 @@
-"""Define the rules of channels, which run their operations in the order in which they are issued."""
+"""Define the rules of channels, which run operations in the order in which they are issued."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def _circular_wait(facts: ProgramFacts, tasks: ChannelTasks, run: LaneTimes) -> 
     def wait_of(lane: int) -> tuple[Cell, int]:
         """Return what a lane waits for, and the lane in which that is held up."""
         task = missing_task(tasks.lanes[lane][run.progress[lane]], tasks.dependencies, run)
+        if tasks.is_meeting(task):
+            task = missing_task(task, tasks.dependencies, run)
         awaited, other = cell_of(task), lane_of[task]
         if other < num_ranks or head(other) != awaited:
             return awaited, other
@@ -86,7 +88,7 @@ def _circular_wait(facts: ProgramFacts, tasks: ChannelTasks, run: LaneTimes) -> 
     for lane in cycle:
         awaited, other = wait_of(lane)
         behind = f" behind {name(head(other))}" if other >= num_ranks else ""
-        channels.append(tasks.ends[other - num_ranks][1] if behind else "")
+        channels.append(tasks.channels[other - num_ranks] if behind else "")
         steps.append(f"{name(head(lane))} for {name(awaited)}{behind}")
     for i, (channel, following) in enumerate(pairwise([*channels, ""])):
         steps[i] += f" on {channel}" if channel != following else ""
