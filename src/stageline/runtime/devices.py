@@ -43,14 +43,6 @@ def moved(tree: Any, device: torch.device | None) -> Any:
     )
 
 
-def default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return the generators that operators of a rank draw from: the CPU's, and its device's."""
-    if device is None or device.type == "cpu":
-        return [torch.default_generator]
-    own: Any = torch.get_device_module(device).default_generators
-    return [torch.default_generator, own[device.index or 0]]
-
-
 def current(device: torch.device | None) -> AbstractContextManager[object]:
     """Return a context in which new tensors and kernels of a rank's thread go to its own GPU."""
     is_cuda = device is not None and device.type == "cuda"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import LayerSequence
 from stageline.options import Options
 from stageline.pipeline import Pipeline
@@ -65,7 +66,7 @@ class Trained(NamedTuple):
 
 def make_case(name: str) -> Case:
     """Return a new copy of a case; its weights and data are the same at every call."""
-    with torch.random.fork_rng(devices=[]):
+    with preserved_generators():
         torch.manual_seed(1)
         layers, loss_fn, batch = CASES[name]()
         return Case(layers, loss_fn, tuple(batch(length) for length in LENGTHS))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from stageline.arguments import check_size, renamed_argument
 from stageline.errors import PlanError
 from stageline.limits import MOST_PROCESSES, check_most
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import LayerSequence
 from stageline.planning.console import progress_bar
 from stageline.planning.partition.partition import partition_layers
@@ -84,7 +85,7 @@ def profile(
     copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
     with (
         preserved_model(profiled.layers),
-        torch.random.fork_rng(devices=[]),
+        preserved_generators(),
         progress_bar(
             len(all_sizes) * (WARM_UP_ROUNDS + repeats), "rounds", enabled=progress
         ) as begin,

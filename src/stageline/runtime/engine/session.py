@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from stageline.errors import ModelError, StageError
+from stageline.model.device_settings import generators_in_use, states
 from stageline.runtime.backends.backend import Backend, Running
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.engine.assembly import Assembly
@@ -237,12 +238,13 @@ class Session:
     @contextmanager
     def _generators_watched(self, stream: Stream) -> Iterator[None]:
         """Look whether layers draw from generators that are shared, if nobody else does."""
-        before, of_host = torch.get_rng_state(), global_generators()
+        generators = generators_in_use()
+        before, of_host = states(generators), global_generators()
         yield
         if stream.is_open:
             return
         uses_threads = self.assembly.layout.uses_threads
-        if uses_threads and not torch.equal(torch.get_rng_state(), before):
+        if uses_threads and not all(map(torch.equal, states(generators), before)):
             self._stop_trusting()
         if self.assembly.layout.schedule.num_stages > 1 and not are_equal_generators(
             global_generators(), of_host

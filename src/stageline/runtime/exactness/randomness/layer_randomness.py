@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
-from stageline.runtime.devices import default_generators
+from stageline.model.device_settings import default_generators, with_index
 from stageline.runtime.exactness.randomness.recomputed_draws import keep_for_recomputation
 from stageline.runtime.exactness.randomness.seeded_draws import (
     RandomKey,
@@ -127,7 +127,9 @@ def _is_random_operator(func: Any) -> bool:
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     tensors = (arg for arg in args if isinstance(arg, Tensor))
     found = next(tensors, None)
-    return found.device if found is not None else torch.device(kwargs.get("device") or "cpu")
+    if found is not None:
+        return found.device
+    return with_index(torch.device(kwargs.get("device") or "cpu"))
 
 
 def _call_with_default(generator: torch.Generator, call: Callable[[], Any]) -> Any:
