@@ -60,3 +60,12 @@ class Accelerator(Protocol):
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors that a rank made to the caller, whose stream has waited for them."""
+
+    def record_time(self) -> Any:
+        """Return an event that will hold the device's time when the current stream is there."""
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Return the time between two events of `record_time` that have occurred."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has nothing to do: never within a step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -67,6 +68,16 @@ class CheckedAccelerator:
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self.keep_alive(tensor)
+
+    def record_time(self) -> float:
+        """Return the host's time: operators run at once."""
+        return perf_counter()
+
+    def seconds_between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def synchronize(self) -> None:
+        """Do nothing: operators have run."""
 
     def _copied(self, tensor: Tensor, what: str, stream: SimulatedStream) -> Tensor:
         """Return a copy in memory of the current stream, made by a stream that it waits for."""

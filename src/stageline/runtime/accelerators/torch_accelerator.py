@@ -58,6 +58,17 @@ class TorchAccelerator:
         for tensor in tensors:
             self.keep_alive(tensor)
 
+    def record_time(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._current)
+        return event
+
+    def seconds_between(self, earlier: torch.Event, later: torch.Event) -> float:
+        return earlier.elapsed_time(later) / 1e3  # of ms
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
     @property
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self.device)

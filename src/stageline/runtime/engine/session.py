@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from stageline.errors import ModelError, StageError
 from stageline.model.device_settings import generators_in_use, states
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Backend, Running
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.engine.assembly import Assembly
@@ -56,6 +58,7 @@ class Session:
         self.blanks = blanks  # tensors without values, until the first mini-batch
         self.seed, self.num_steps = seed, 0
         self.is_streaming = False
+        self.accelerators: Mapping[int, Accelerator] = {}  # of the ranks of this process
         self.recorder: Recorder | None = None
         self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
@@ -70,12 +73,19 @@ class Session:
     def _lag(self) -> int:
         return self.assembly.stream_loop.period.lag + self.assembly.clips_late
 
+    @property
+    def _recording(self) -> dict[str, Any]:
+        """Return the fields of a stream that say whether and how it records times."""
+        if self.recorder is None:
+            return {}
+        return {"records": True, "timers": self.recorder.timers}
+
     def run(
         self, minibatch: MiniBatch, purpose: Purpose, optimizers: StageOptimizers | None = None
     ) -> None:
         """Run one mini-batch: a stream that is over when it is done."""
         loop = self.assembly.step_loop
-        stream = Stream(purpose, loop.period.lag, optimizers, records=self.recorder is not None)
+        stream = Stream(purpose, loop.period.lag, optimizers, **self._recording)
         for _ in self._stream(loop, stream, iter([minibatch]), ahead=1):
             pass
 
@@ -89,7 +99,7 @@ class Session:
             self.optimizers,
             clipping.run_rank if clipping else None,
             is_open=True,
-            records=self.recorder is not None,
+            **self._recording,
         )
         return self._stream(self.assembly.stream_loop, stream, minibatches, self.ahead)
 
@@ -181,12 +191,15 @@ class Session:
     def _record(self, loop: Loop, stream: Stream) -> None:
         if self.recorder is not None and stream.records:
             sizes = stream.num_microbatches, stream.length
-            self.recorder.recording = Recording(stream.times, stream.purpose, *sizes, loop.period)
+            self.recorder.recording = Recording(
+                stream.times, stream.purpose, *sizes, loop.period, loop.senders
+            )
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record the last step of a block, and make its timeline."""
-        self.recorder = recorder = Recorder()
+        clocks = {rank: DeviceClock(each) for rank, each in self.accelerators.items()}
+        self.recorder = recorder = Recorder(clocks)
         try:
             yield recorder
         finally:
