@@ -30,6 +30,7 @@ from stageline.errors import PlanError, StageError
 from stageline.model.layers import Value
 from stageline.planning.cluster.cluster import ByteSize, Cluster, Device, Level
 from stageline.planning.console import progress_bar
+from stageline.runtime.accelerators.measured_devices import device_memory
 from stageline.runtime.backends.processes.exchange import gather
 from stageline.runtime.backends.processes.groups import OwnedGroup
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
@@ -197,9 +198,9 @@ def _check(memory: ByteSize | None) -> None:
 
 
 def _memory(ranks_per_machine: int) -> float:
-    """Return this rank's GPU memory (untested on hardware), or its share of the machine's."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    """Return the memory of this rank's device, or its share of the machine's."""
+    if (num_bytes := device_memory()) is not None:
+        return float(num_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_machine
 
 
