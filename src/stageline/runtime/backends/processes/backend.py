@@ -20,7 +20,7 @@ from stageline.runtime.backends.failures import failure_text
 from stageline.runtime.backends.processes.collectives import ProcessCollectives
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.channels import Incoming
+from stageline.runtime.backends.processes.messages.gloo_messages import Incoming
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
 from stageline.runtime.backends.processes.messages.message_parts import RankLost
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec, predict_specs

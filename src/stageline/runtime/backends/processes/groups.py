@@ -68,6 +68,7 @@ class ProcessGroups:
     watch: FailureWatch
     opened: list[OwnedGroup]  # all of them
     near: list[LocalLink]  # all links, of both sorts below
+    lines: list[list[int]]  # the global ranks of each pipeline, in order
     own_pipeline: OwnedGroup
     own_everyone: OwnedGroup
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
@@ -124,6 +125,7 @@ def _hang_up(group: dist.ProcessGroup) -> None:
         peers = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return  # it was destroyed, with all others
+    group.abort()  # what is queued on a device ends; gloo does nothing
     for peer in peers:
         if peer != dist.get_rank():
             with suppress(RuntimeError):  # it is over, or the line was closed before
@@ -138,19 +140,20 @@ def connect(
     limit: float,
     stages: Sequence[range] = (),
     *,
+    backend: str = "gloo",
     shares_memory: bool = True,
 ) -> ProcessGroups:
     """Find this process among those of the mesh, and connect it to them; all of them call it.
 
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
-    the ranks of each stage, if they take turns. If `shares_memory`, messages between ranks on one
-    machine go through memory.
+    the ranks of each stage, if they take turns. `backend` has gloo, and that of the ranks' devices.
+    If `shares_memory`, messages between ranks on one machine go through memory.
     """
     grid = _checked_grid(mesh, num_ranks, has_siblings=bool(stages))
     opened: list[OwnedGroup] = []
     near: list[LocalLink] = []
     watch = _assembled(grid, limit, lambda: hang_up(opened, near))
-    making = _Making(watch, limit, shares_memory, opened, near)
+    making = _Making(watch, limit, backend, shares_memory, opened, near)
     try:
         return _groups(grid, making, stages)
     except StageError:
@@ -168,12 +171,16 @@ class _Making:
 
     watch: FailureWatch
     limit: float
+    backend: str
     shares_memory: bool
     opened: list[OwnedGroup]
     near: list[LocalLink]
 
-    def group(self, rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
-        made = self.watch.call("connections", lambda: _own_group(rows, self.limit, backend))
+    def group(self, rows: list[list[int]], backend: str) -> OwnedGroup:
+        connect = timedelta(seconds=max(self.limit, CONNECT))
+        waits = timedelta(seconds=_longest_wait(self.limit))
+        made = self.watch.call("connections", lambda: own_group(rows, connect, waits, backend))
+        assert made is not None  # each process is in one of the rows
         self.opened.append(made)
         return made
 
@@ -192,17 +199,20 @@ def _groups(grid: torch.Tensor, making: _Making, stages: Sequence[range]) -> Pro
     limit, all_ranks = making.limit, [grid.flatten().tolist()]
     siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     has_replicas = len(grid) > 1
-    everyone = making.group(all_ranks, "gloo")  # for numbers in host memory, so not NCCL
+    backend = making.backend
+    lines = _lines(grid.permute(0, 2, 1))
+    everyone = making.group(all_ranks, backend)
     line, column = grid[dp, :, tp].tolist(), grid[:, pp, tp].tolist()
     return ProcessGroups(
         making.watch,
         making.opened,
         making.near,
-        making.group(_lines(grid.permute(0, 2, 1))),
+        lines,
+        making.group(lines, backend),
         everyone,
         making.group(all_ranks, "gloo"),
-        making.group(_lines(grid.permute(1, 2, 0))) if has_replicas else None,
-        making.group(siblings) if stages else None,
+        making.group(_lines(grid.permute(1, 2, 0)), backend) if has_replicas else None,
+        making.group(siblings, backend) if stages else None,
         making.links(line, everyone, limit),
         making.links(column, everyone, _longest_wait(limit)) if has_replicas else {},
         dp,
@@ -308,13 +318,20 @@ def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
     return grid
 
 
-def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnedGroup:
-    """All processes make all groups, in the same order; gives back the one that this is in."""
-    connect = timedelta(seconds=max(limit, CONNECT))
-    groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
-    mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+def own_group(
+    rows: Sequence[Sequence[int]], connect: timedelta, waits: timedelta, backend: str
+) -> OwnedGroup | None:
+    """Make a group for each row, as all processes do in the same order; return this process's one.
+
+    `connect` limits how long members wait for each other now, and `waits` how long they do later.
+    """
+    groups = [dist.new_group([*row], timeout=connect, backend=backend) for row in rows]
+    here = [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
+    if not here:
+        return None
+    (mine,) = here
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
-    set_group_timeout(mine, timedelta(seconds=_longest_wait(limit)))
+    set_group_timeout(mine, waits)
     return OwnedGroup(mine)
 
 
