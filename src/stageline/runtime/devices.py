@@ -11,6 +11,10 @@ from torch import Tensor
 
 from stageline.errors import ModelError
 from stageline.model import trees
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
+from stageline.runtime.accelerators.simulation import Simulation
+from stageline.runtime.accelerators.torch_accelerator import TorchAccelerator
 
 Device = torch.device | str
 
@@ -29,6 +33,32 @@ def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.dev
         return tuple(torch.device(device) for device in devices)
     except RuntimeError as error:
         raise ModelError(f"devices is {list(devices)}, but torch does not know them all") from error
+
+
+def accelerators_of(
+    devices: Sequence[torch.device | None], *, simulated: bool
+) -> tuple[Accelerator | None, ...]:
+    """Return each rank's accelerator, or None for one that computes on the CPU.
+
+    `simulated` gives ranks on the CPU an accelerator that checks the order of its streams: ranks
+    without a device one each, others one for each device.
+    """
+    by_device: dict[object, Accelerator] = {}
+    simulation = Simulation() if simulated else None
+    found = []
+    for rank, device in enumerate(devices):
+        key = rank if device is None else device
+        if key not in by_device and (own := _accelerator(device, simulation)):
+            by_device[key] = own
+        found.append(by_device.get(key))
+    return tuple(found)
+
+
+def _accelerator(device: torch.device | None, simulation: Simulation | None) -> Accelerator | None:
+    if device is not None and device.type != "cpu":
+        here = torch.accelerator.current_accelerator()
+        return TorchAccelerator(device) if here and here.type == device.type else None
+    return CheckedAccelerator(device or torch.device("cpu"), simulation) if simulation else None
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

@@ -1,7 +1,7 @@
 """The interface to a device whose work is queued: all that Stageline asks of streams and events.
 
-    stream A │ write x ── event ──┐          what is queued on one stream runs in order; streams
-    stream B │            wait ───┴─► read x     run beside each other, unless one waits for an event
+    stream A │ write x ── event ──┐              what is queued on one stream runs in order;
+    stream B │            wait ───┴─► read x     streams run beside each other, unless one waits
 
 The host does not wait for any of it. `torch_accelerator.py` is the real one, and
 `checked_accelerator.py` simulates streams on a CPU and raises where an event is missing.
@@ -9,7 +9,7 @@ The host does not wait for any of it. `torch_accelerator.py` is the real one, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,8 +22,13 @@ class Accelerator(Protocol):
 
     device: torch.device
 
-    def rank_thread(self) -> AbstractContextManager[object]:
-        """Return a context in which a rank's thread works on this device."""
+    def rank_thread(
+        self, action: Callable[[], object] | None = None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which a rank's thread works on this device.
+
+        `action` returns what the rank does at the moment, for errors.
+        """
 
     def new_stream(self, purpose: str) -> Any:
         """Return another stream of the device; `purpose` names it in errors."""

@@ -5,7 +5,7 @@ This has not run on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ class TorchAccelerator:
         self.device = device
 
     @contextmanager
-    def rank_thread(self) -> Iterator[None]:
+    def rank_thread(self, action: Callable[[], object] | None = None) -> Iterator[None]:  # noqa: ARG002
         """Make it the device of this thread, for kernels and for tensors without a device."""
         with torch.accelerator.device_index(self.device.index):
             yield
@@ -34,7 +34,8 @@ class TorchAccelerator:
         return stream
 
     def record_event(self) -> torch.Event:
-        return self._current.record_event()
+        event: torch.Event = self._current.record_event()
+        return event
 
     def wait_event(self, event: torch.Event) -> None:
         self._current.wait_event(event)

@@ -19,7 +19,7 @@ from stageline.runtime.exactness.randomness.seeded_draws import (
     is_same_state,
     layer_seed,
 )
-from stageline.torch_private import TorchDispatchMode, takes_generator
+from stageline.torch_private import TorchDispatchMode, operator_schema
 
 DEFAULT_GENERATOR = Lock()  # guards torch's default generators, for operators that take no other
 
@@ -70,7 +70,7 @@ class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if not _is_random_operator(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
         generator = self._generator(_device(args, kwargs))
-        if takes_generator(func):
+        if any(argument.name == "generator" for argument in operator_schema(func).arguments):
             self._record_draw()
             return func(*args, **kwargs | {"generator": generator})
         # Attention is one of these, and draws only if it has a dropout.
