@@ -19,7 +19,7 @@ bring their form.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,10 +79,10 @@ class DeviceOutgoing:
     """Messages to other ranks. State: the last operation on each channel."""
 
     def __init__(
-        self, accelerator: Accelerator, host: Outgoing, limit: float, *, tells_always: bool
+        self, accelerator: Accelerator, host: Outgoing, limit: float, *, fixed_forms: bool
     ) -> None:
         self.accelerator, self.host, self.limit = accelerator, host, limit
-        self.tells_always = tells_always
+        self.fixed_forms = fixed_forms
         self.lanes: dict[int, Lane] = {}  # by rank
         self.last: dict[int, Operation] = {}
 
@@ -92,7 +92,9 @@ class DeviceOutgoing:
         """Queue a message behind what compute has queued."""
         accelerator, lane = self.accelerator, self.lanes[peer]
         parts = parts_of_message(layout, message)
-        tensors = [tensor if tensor is None else self._on_device(tensor) for tensor in parts.tensors]
+        tensors = [
+            tensor if tensor is None else self._on_device(tensor) for tensor in parts.tensors
+        ]
         forms = self._tell(peer, send, parts, tensors, known)
         made = accelerator.record_event()
         with accelerator.queueing_on(lane.stream):
@@ -136,7 +138,7 @@ class DeviceOutgoing:
                 for tensor, spec in zip(tensors, parts.layout.packing.specs, strict=True):
                     if tensor is not None:
                         check_tensor(tensor, spec)
-                if not self.tells_always:
+                if self.fixed_forms:
                     known[send] = forms
             self.host.send_bytes(peer, encode((str(send), parts.description, forms)))
         elif before != forms:
@@ -153,17 +155,15 @@ class DeviceIncoming:
     """Messages from other ranks. State: those that are promised, and those with receives queued."""
 
     def __init__(
-        self, accelerator: Accelerator, host: Incoming, limit: float, *, told_always: bool
+        self, accelerator: Accelerator, host: Incoming, limit: float, *, fixed_forms: bool
     ) -> None:
         self.accelerator, self.host, self.limit = accelerator, host, limit
-        self.told_always = told_always
+        self.fixed_forms = fixed_forms
         self.lanes: dict[int, Lane] = {}  # by rank
         self.promised: dict[int, deque[Promised]] = {}  # by rank, in the order of the sends
         self.posted: dict[MessageKey, Posted] = {}
 
-    def expect(
-        self, peer: int, key: MessageKey, layout: MessageLayout, known: KnownForms
-    ) -> None:
+    def expect(self, peer: int, key: MessageKey, layout: MessageLayout, known: KnownForms) -> None:
         """Queue the receives of a message; if its form has yet to come, when it is needed."""
         promised = self.promised.setdefault(peer, deque())
         promised.append(Promised(key, layout, known))
@@ -191,7 +191,7 @@ class DeviceIncoming:
         forms = known.get(_plain(key[1]))
         if forms is None:
             layout, forms, is_fixed = self._told(peer, key, layout)
-            if is_fixed and not self.told_always:
+            if is_fixed and self.fixed_forms:
                 known[_plain(key[1])] = forms
         there = [form for form in forms if form is not None]
         with accelerator.queueing_on(lane.stream):
@@ -228,8 +228,7 @@ def _fits(layout: MessageLayout, forms: Forms) -> bool:
         return False
     pairs = zip(layout.packing.specs, forms, strict=True)
     return all(
-        form is None or (form.shape, form.dtype) == (spec.shape, spec.dtype)
-        for spec, form in pairs
+        form is None or (form.shape, form.dtype) == (spec.shape, spec.dtype) for spec, form in pairs
     )
 
 

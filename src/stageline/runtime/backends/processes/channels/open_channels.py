@@ -70,7 +70,9 @@ def open_channels(
         group = own_group(rows, connect, LONGEST, backend)
         if group is not None:
             line = next(line for line in lines if here in line)
-            opened(pair, OpenedChannel(_connected(pair, line.index(here), group, accelerator), group))
+            opened(
+                pair, OpenedChannel(_connected(pair, line.index(here), group, accelerator), group)
+            )
 
 
 def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerator) -> Lane:
@@ -85,9 +87,7 @@ def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerato
     return lane
 
 
-def _channel(
-    group: dist.ProcessGroup, other: int, name: str, accelerator: Accelerator
-) -> Channel:
+def _channel(group: dist.ProcessGroup, other: int, name: str, accelerator: Accelerator) -> Channel:
     if isinstance(accelerator, CheckedAccelerator):
         return OrderedChannel(group, other, name, accelerator.simulation.queue)
     return TorchChannel(group, other)

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,7 @@ from stageline.runtime.backends.processes.messages.message_parts import RankLost
 DATA, READY = 2, 3  # tags
 # What an operation reads and writes, and its name, told when it is issued
 Observe = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-Pause = Callable[[str, int], None]
 Transfer = Callable[[Tensor], None]
-
-
-def no_pause(channel: str, number: int) -> None:
-    """Begin the operation of this number at once."""
 
 
 class QueuedOperation:
@@ -50,9 +44,6 @@ class QueuedOperation:
 
 class OrderedChannel:
     """One end of a channel, in a group of two. State: the operations that are not done."""
-
-    # called in the channel's thread before each operation, with the channel's name; tests wait here
-    pause: ClassVar[Pause] = staticmethod(no_pause)
 
     def __init__(self, group: dist.ProcessGroup, other: int, name: str, observe: Observe) -> None:
         """Connect to the rank `other` of the pipeline."""
@@ -74,6 +65,9 @@ class OrderedChannel:
         self.queue.put(None)
         self.thread.join()
 
+    def pause(self, number: int) -> None:
+        """Begin an operation at once, in the channel's thread; tests wait here."""
+
     def _issued(self, transfer: Transfer, tensor: Tensor) -> QueuedOperation:
         operation = QueuedOperation(self.other)
         self.queue.put((operation, transfer, tensor))
@@ -85,7 +79,7 @@ class OrderedChannel:
             operation, transfer, tensor = item
             try:
                 if not failure:
-                    self.pause(self.name, number)
+                    self.pause(number)
                     transfer(tensor)
             except RuntimeError as error:
                 failure = str(error)  # the connection broke, and is of no more use

@@ -89,9 +89,7 @@ def bytes_to_send(tensor: Tensor, form: TensorForm) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def changes_between(
-    before: Sequence[TensorForm | None], now: Sequence[TensorForm | None]
-) -> str:
+def changes_between(before: Sequence[TensorForm | None], now: Sequence[TensorForm | None]) -> str:
     """Return in words how the first tensor that differs does."""
     for number, (one, other) in enumerate(zip(before, now, strict=False)):
         if one is None or other is None:
