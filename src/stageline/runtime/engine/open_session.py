@@ -9,6 +9,7 @@ from stageline.options import Options
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
+from stageline.runtime.devices import accelerators_of
 from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.exchange_tied_gradients import broadcast_weights
 from stageline.runtime.engine.session import Session
@@ -34,15 +35,22 @@ def open_backend(
     if name == "threads":
         return ThreadsBackend(devices)
     from stageline.runtime.backends.processes.backend import ProcessesBackend  # noqa: PLC0415
-    from stageline.runtime.backends.processes.groups import connect  # noqa: PLC0415
+    from stageline.runtime.backends.processes.groups import backends_of, connect  # noqa: PLC0415
 
     stages = range(schedule.num_stages) if schedule.replicas else ()
     siblings = [ranks_of(schedule.placement, schedule.replicas, stage) for stage in stages]
-    shares_memory = options.shared_memory
+    accelerators = accelerators_of(devices, simulated=options.check_streams)
     groups = connect(
-        mesh, schedule.num_ranks, options.timeout, siblings, shares_memory=shares_memory
+        mesh,
+        schedule.num_ranks,
+        options.timeout,
+        siblings,
+        backend=backends_of(accelerators),
+        shares_memory=options.shared_memory and not any(accelerators),
     )
-    return ProcessesBackend(groups, devices, options.timeout)
+    return ProcessesBackend(
+        groups, devices, accelerators, options.timeout, fixed_forms=options.fixed_message_forms
+    )
 
 
 def ranks_of_process(backend: Backend, schedule: Schedule) -> frozenset[int]:
