@@ -98,7 +98,10 @@ def main() -> None:
     all_cases = [*cases(num_ranks, sys.argv[1])]
     found = [trained(options) for options in all_cases]
     # each process runs some of them alone, for all processes
-    own = [trained(options | {"backend": "serial", "check_streams": False}) for options in all_cases[rank::num_ranks]]
+    own = [
+        trained(options | {"backend": "serial", "check_streams": False})
+        for options in all_cases[rank::num_ranks]
+    ]
     everywhere = [own] * num_ranks
     dist.all_gather_object(everywhere, own)
     for number, options in enumerate(all_cases):
