@@ -8,7 +8,9 @@ Between devices the host queues all of them, and then waits once. Each is timed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -19,13 +21,19 @@ from torch import Tensor
 from stageline.model.layers import Value
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.processes.channels.device_messages import Lane
-from stageline.runtime.backends.processes.channels.open_channels import Pair
+from stageline.runtime.backends.processes.channels.open_channels import (
+    OpenedChannel,
+    Pair,
+    open_channels,
+)
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
-from stageline.runtime.backends.processes.messages.local_links import LocalLink
+from stageline.runtime.backends.processes.messages.local_links import LocalLink, open_links
+from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.engine.minibatch import Message
 from stageline.schedules.action import Action, Kind
 
+TIMEOUT = timedelta(minutes=1)  # to wait for another rank
 ANY_KEY, ANY_VALUE = (0, Action(0, Kind.SEND_F, 0, peer=1)), Value(0, "x")
 
 
@@ -87,7 +95,6 @@ class DeviceWays(NamedTuple):
             (back, back.channel.receive if is_first else back.channel.send),
         )
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
-        accelerator.synchronize()
         ready, trips = accelerator.record_event(), []
         for _ in range(count):
             times = []
@@ -102,3 +109,27 @@ class DeviceWays(NamedTuple):
         accelerator.wait_event(ready)
         accelerator.synchronize()
         return [accelerator.seconds_between(*trip) for trip in trips]
+
+
+@contextmanager
+def open_ways(
+    pairs: Sequence[Pair], accelerator: Accelerator | None, group: dist.ProcessGroup
+) -> Iterator[Ways]:
+    """Open the ways between pairs of ranks: channels of devices, or links of a machine."""
+    ranks, limit = range(dist.get_world_size()), TIMEOUT.total_seconds()
+    if accelerator is None:
+        near = connect_neighbours(ranks, group, shares_memory=True)
+        links = open_links(near, limit)
+        yield HostWays(links, group)
+        for link in links.values():
+            link.close()
+        return
+    directions = sorted({(first, second) for pair in pairs for first, second in (pair, pair[::-1])})
+    opened: dict[Pair, OpenedChannel] = {}
+    with accelerator.rank_thread():
+        open_channels(directions, [list(ranks)], accelerator, TIMEOUT, opened.__setitem__)
+        lanes = {pair: each.lane for pair, each in opened.items()}
+        yield DeviceWays(accelerator, lanes, limit)
+        for each in opened.values():
+            each.lane.channel.close()
+            each.group.close()

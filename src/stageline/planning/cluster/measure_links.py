@@ -16,7 +16,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from itertools import groupby, pairwise
 from statistics import median
 from typing import NamedTuple
@@ -28,20 +27,14 @@ from stageline.costs import Link
 from stageline.errors import PlanError, StageError
 from stageline.model.device_settings import device_types, with_index
 from stageline.planning.cluster.cluster import ByteSize, Cluster, Device, Level
-from stageline.planning.cluster.link_probes import DeviceWays, HostWays, Ways
+from stageline.planning.cluster.link_probes import TIMEOUT, open_ways
 from stageline.planning.console import progress_bar
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.measured_devices import device_memory
-from stageline.runtime.backends.processes.channels.open_channels import (
-    OpenedChannel,
-    Pair,
-    open_channels,
-)
+from stageline.runtime.backends.processes.channels.open_channels import Pair
 from stageline.runtime.backends.processes.exchange import gather
 from stageline.runtime.backends.processes.groups import OwnedGroup
-from stageline.runtime.backends.processes.messages.local_links import open_links
 from stageline.runtime.backends.processes.messages.message_parts import RankLost
-from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
 from stageline.runtime.devices import accelerators_of, by_rank
 from stageline.units import format_bytes
 
@@ -49,7 +42,6 @@ SMALL, LARGE = 64, 2**23  # bytes of a message
 SMALL_PER_LARGE = 10  # small messages for each large one
 # The first rounds do not count: buffers are newly allocated, connections newly made.
 WARM_UP_ROUNDS, ROUNDS = 2, 7
-TIMEOUT = timedelta(minutes=1)  # to wait for another rank
 
 
 class MessageSeconds(NamedTuple):
@@ -101,14 +93,16 @@ def measure_pairs(
     wait, so that a machine that is slow for a while affects all links alike.
     """
     rank = dist.get_rank()
+    # of three between devices the first may begin before the other rank has queued its own
+    num_large = 1 if accelerator is None else 3
     times: dict[Pair, list[MessageSeconds]] = {}
-    with _ways(pairs, accelerator, group) as ways:
+    with open_ways(pairs, accelerator, group) as ways:
         for number in range(num_rounds()):
             for pair in pairs:
                 begin()
                 if rank in pair:
                     small = median(ways.round_trips(SMALL, rank, pair, SMALL_PER_LARGE))
-                    large = median(ways.round_trips(LARGE, rank, pair, 1))
+                    large = median(ways.round_trips(LARGE, rank, pair, num_large))
                     if number >= WARM_UP_ROUNDS:
                         times.setdefault(pair, []).append(MessageSeconds(small / 2, large / 2))
                 dist.barrier(group)
@@ -223,27 +217,3 @@ def _connected() -> Iterator[dist.ProcessGroup]:
             f"rank {rank} lost the connection to another rank while measuring links: check "
             f"whether a process has exited\n  {error}"
         ) from None
-
-
-@contextmanager
-def _ways(
-    pairs: Sequence[Pair], accelerator: Accelerator | None, group: dist.ProcessGroup
-) -> Iterator[Ways]:
-    """Open the ways between pairs of ranks: channels of devices, or links of a machine."""
-    ranks, limit = range(dist.get_world_size()), TIMEOUT.total_seconds()
-    if accelerator is None:
-        near = connect_neighbours(ranks, group, shares_memory=True)
-        links = open_links(near, limit)
-        yield HostWays(links, group)
-        for link in links.values():
-            link.close()
-        return
-    directions = sorted({(first, second) for pair in pairs for first, second in (pair, pair[::-1])})
-    opened: dict[Pair, OpenedChannel] = {}
-    with accelerator.rank_thread():
-        open_channels(directions, [list(ranks)], accelerator, TIMEOUT, opened.__setitem__)
-        lanes = {pair: each.lane for pair, each in opened.items()}
-        yield DeviceWays(accelerator, lanes, limit)
-        for each in opened.values():
-            each.lane.channel.close()
-            each.group.close()
