@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stageline import pipeline_setup
 from stageline.pipeline import Pipeline
 from stageline.runtime.accelerators import device_clock
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
@@ -24,8 +25,8 @@ SLEEP = 0.02
 class OtherClock(CheckedAccelerator):
     """A device whose time is `rate` of the host's and `offset`, and as exact as CUDA states it."""
 
-    def __init__(self, rate: float, offset: float) -> None:
-        super().__init__(torch.device("cpu"), Simulation())
+    def __init__(self, rate: float, offset: float, simulation: Simulation | None = None) -> None:
+        super().__init__(torch.device("cpu"), simulation or Simulation())
         self.rate, self.offset = rate, offset
 
     def record_time(self) -> float:
@@ -112,8 +113,13 @@ class Sleeps(nn.Module):
         return x * self.weight
 
 
-def traced(clocks: dict[int, Any], backend: str = "threads") -> tuple[Recorder, list[Sleeps]]:
-    """Trace the second step of a pipeline whose ranks have devices with these clocks."""
+def traced(
+    monkeypatch: pytest.MonkeyPatch, kind: type[OtherClock] = OtherClock, backend: str = "threads"
+) -> tuple[Recorder, list[Sleeps]]:
+    """Trace the second step of a pipeline whose ranks have devices with clocks of their own."""
+    simulation = Simulation()
+    devices = kind(0.5, 1000.0, simulation), kind(3.0, -1000.0, simulation)
+    monkeypatch.setattr(pipeline_setup, "accelerators_of", lambda *_, **__: devices)
     layers = [Sleeps(), Sleeps()]
     x = torch.ones(4, 1)
     with Pipeline(
@@ -125,7 +131,6 @@ def traced(clocks: dict[int, Any], backend: str = "threads") -> tuple[Recorder, 
         backend=backend,
     ) as pipe:
         pipe.step(x, x)
-        pipe._session.accelerators = clocks
         with pipe.trace() as trace:
             for layer in layers:
                 layer.ran.clear()
@@ -134,9 +139,10 @@ def traced(clocks: dict[int, Any], backend: str = "threads") -> tuple[Recorder, 
 
 
 @pytest.mark.parametrize("backend", ["threads", "serial"])
-def test_a_trace_of_devices_has_the_times_at_which_layers_ran(backend: str) -> None:
-    clocks = {0: OtherClock(0.5, 1000.0), 1: OtherClock(3.0, -1000.0)}
-    trace, layers = traced(clocks, backend)
+def test_a_trace_of_devices_has_the_times_at_which_layers_ran(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, layers = traced(monkeypatch, backend=backend)
     assert trace.recording is not None
     for rank, layer in enumerate(layers):
         forwards = [t for t in trace.recording.times[rank] if t.action.kind is Kind.F]
@@ -146,8 +152,10 @@ def test_a_trace_of_devices_has_the_times_at_which_layers_ran(backend: str) -> N
         assert forwards[0].end <= forwards[1].start
 
 
-def test_idle_time_of_devices_is_attributed_as_that_of_the_cpu() -> None:
-    trace, _ = traced({0: OtherClock(0.5, 1000.0), 1: OtherClock(3.0, -1000.0)})
+def test_idle_time_of_devices_is_attributed_as_that_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace, _ = traced(monkeypatch)
     timeline = trace.timeline
     for busy, idle in zip(timeline.busy, timeline.idle, strict=True):
         # each rank waits for the other: the second at first, the first at last
@@ -172,6 +180,6 @@ def test_no_clock_is_read_but_before_and_after_a_trace(monkeypatch: pytest.Monke
             read.append(running[0])
 
     monkeypatch.setattr(Pipeline, "step", marked)
-    traced({0: Synchronized(1.0, 0.0), 1: Synchronized(1.0, 0.0)})
+    traced(monkeypatch, Synchronized)
     assert read
     assert not any(read)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ import torch
 
 from stageline.errors import ModelError, StageError
 from stageline.model.device_settings import generators_in_use, states
-from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Backend, Running
 from stageline.runtime.backends.processes.agreement import check_agreement
@@ -58,7 +57,6 @@ class Session:
         self.blanks = blanks  # tensors without values, until the first mini-batch
         self.seed, self.num_steps = seed, 0
         self.is_streaming = False
-        self.accelerators: Mapping[int, Accelerator] = {}  # of the ranks of this process
         self.recorder: Recorder | None = None
         self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
@@ -198,13 +196,15 @@ class Session:
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record the last step of a block, and make its timeline."""
-        clocks = {rank: DeviceClock(each) for rank, each in self.accelerators.items()}
-        self.recorder = recorder = Recorder(clocks)
+        layout = self.assembly.layout
+        own = {rank: layout.accelerator(rank) for rank in layout.ranks_here}
+        self.recorder = recorder = Recorder(
+            {r: DeviceClock(each) for r, each in own.items() if each}
+        )
         try:
             yield recorder
         finally:
             self.recorder = None
-        layout = self.assembly.layout
         recorder.finish(layout.schedule, layout.balance, self.assembly.collectives)
 
     def close(self) -> None:
