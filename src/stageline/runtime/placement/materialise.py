@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model import trees
+from stageline.model.device_settings import preserved_generators, seed_generators
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.runtime.placement.rebuild_buffers import (
@@ -86,8 +87,8 @@ def materialise(
     allocated = _find_allocated(layers, numbers, set(made.values()))
     models = initializing_models(layers)
     for layer in new_layers:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(layer_seed(seed, 0, 0, layer.name))
+        with preserved_generators():
+            seed_generators(layer_seed(seed, 0, 0, layer.name))
             if init is not None:
                 init(layer)
             else:
