@@ -25,11 +25,11 @@ from stageline.runtime.devices import Device, by_rank
 from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
 from stageline.runtime.engine.session import Session
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
+from stageline.runtime.exactness.gradient_types import accumulation_type
 from stageline.runtime.exactness.shared_buffers import check_shared_norms
 from stageline.runtime.exactness.unregistered_weights import check_tensors
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
 from stageline.runtime.placement.checks import (
-    ACCUMULATE,
     BACKENDS,
     check_choice,
     check_optimizers,
@@ -152,7 +152,7 @@ def _checked_loss(model: AnyModel, loss_fn: LossFunction | None, options: Option
 
 def _check_choices(backend: str, options: Options) -> None:
     check_choice("batch_norm", options.batch_norm, BATCH_NORM)
-    check_choice("accumulate", options.accumulate, ACCUMULATE)
+    accumulation_type(options.accumulate)
     check_choice("backend", backend, BACKENDS)
 
 

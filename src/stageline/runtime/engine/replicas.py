@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.exactness.batch_norm import NormMoments
+from stageline.runtime.exactness.gradient_types import gradient_type
 from stageline.runtime.placement.layout import Layout
 
 BUCKET = 25 * 2**20  # bytes that are summed at once
@@ -118,22 +119,23 @@ def _added(gathered: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters of one type each into buckets not much larger than `BUCKET`."""
+    """Group parameters whose gradients have one type into buckets not much above `BUCKET`."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        if not buckets or size > BUCKET or parameter.dtype != buckets[-1][0].dtype:
+        dtype = gradient_type(parameter)
+        if not buckets or size > BUCKET or dtype != gradient_type(buckets[-1][0]):
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += parameter.numel() * dtype.itemsize
     return buckets
 
 
 def _flat(bucket: list[nn.Parameter]) -> Tensor:
     """Return all gradients in one tensor, and behind them for each whether it is there."""
     parts = [
-        torch.zeros(local(p).numel(), dtype=p.dtype, device=p.device)
+        torch.zeros(local(p).numel(), dtype=gradient_type(p), device=p.device)
         if p.grad is None
         else local(p.grad).reshape(-1)
         for p in bucket
@@ -148,7 +150,7 @@ def _unflatten(buffer: Tensor, bucket: list[nn.Parameter]) -> None:
     for parameter, part, is_there in zip(bucket, parts, there.tolist(), strict=True):
         if is_there:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
             local(parameter.grad).copy_(part.view(local(parameter).shape))
 
 

@@ -12,6 +12,7 @@ from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime.devices import moved
 from stageline.runtime.exactness.batch_norm import RunningStatistics
+from stageline.runtime.exactness.gradient_types import EXACT, FUSED
 from stageline.runtime.exactness.in_place import InPlaceChanges
 from stageline.runtime.exactness.inner_gradients import InnerGradients, add_forward_gradients
 from stageline.runtime.exactness.layer_state import LayerState, restored
@@ -54,7 +55,7 @@ class Stage:
         sent: Iterable[Value],
         tied: TiedWeights,
         batch_norm: str,
-        accumulate: str = "exact",
+        accumulate: str | torch.dtype = EXACT,
         device: torch.device | None = None,
         host_memory: HostMemory | None = None,
         *,
@@ -69,7 +70,7 @@ class Stage:
         self.reads = reads_of(layers, numbers)
         self.stage_layers = layers_of_stage(layers, numbers, tied, {*self.sent, layers.output})
         modules = {layer.number: layer.module for layer in self.stage_layers}
-        self.is_fused = accumulate == "fused"
+        self.is_fused = accumulate == FUSED
         self.is_compiled = any(map(is_compiled, modules.values()))  # cannot be intercepted
         self.tables = LargeTables(modules if embedding_rows and not self.is_compiled else {})
         names = [layer.name for layer in self.stage_layers]
