@@ -97,11 +97,46 @@ def replicas() -> None:
         pipe.close()
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def norms_of_weights_of_two_types() -> None:
+    """The first rank has bf16 weights only, the second one float32; both clip by the same norm."""
+    found = []
+    for backend in ("serial", "processes"):
+        torch.manual_seed(1)
+        first = nn.Sequential(Cast(torch.bfloat16), nn.Linear(8, 8).bfloat16())
+        second = nn.Sequential(Cast(torch.float32), nn.Linear(8, 8))
+        pipe = sl.Pipeline(
+            *(nn.Sequential(first, second), nn.functional.mse_loss),
+            num_ranks=2,
+            num_microbatches=2,
+            balance=[2, 2],
+            backend=backend,
+        )
+        pipe.step(torch.ones(4, 8), torch.zeros(4, 8))
+        norm = pipe.clip_grad_norm_(0.1)
+        found.append((norm, {name: weight.grad for name, weight in pipe.named_parameters()}))
+        pipe.close()
+    (wanted, whole), (norm, part) = found
+    assert torch.equal(norm, wanted), (norm, wanted)
+    assert part
+    for name, gradient in part.items():
+        assert torch.equal(gradient, whole[name]), name
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stages_on_two_processes()
     replicas()
+    norms_of_weights_of_two_types()
     print("equal")
     dist.destroy_process_group()
 
