@@ -1,9 +1,12 @@
-"""Mixed precision on two processes: gradients of bf16 weights that are added in float32."""
+"""Mixed precision on two processes, held to one: gradients of bf16 weights that are added in
+float32, and float16 with scaled losses.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -122,13 +125,74 @@ def norms_of_weights_of_two_types() -> None:
         )
         pipe.step(torch.ones(4, 8), torch.zeros(4, 8))
         norm = pipe.clip_grad_norm_(0.1)
-        found.append((norm, {name: weight.grad for name, weight in pipe.named_parameters()}))
+        named = pipe.named_parameters()
+        found.append((norm, {name: w.grad for name, w in named if w.grad is not None}))
         pipe.close()
     (wanted, whole), (norm, part) = found
     assert torch.equal(norm, wanted), (norm, wanted)
     assert part
-    for name, gradient in part.items():
-        assert torch.equal(gradient, whole[name]), name
+    assert all(torch.equal(part[name], whole[name]) for name in part)
+
+
+def overflow(weight: nn.Parameter, steps: set[int]) -> None:
+    """Make the first gradient of a weight infinite in these steps, as a large scale would."""
+    seen = [0]
+
+    def hook(gradient: Tensor) -> Tensor:
+        seen[0] += 1
+        is_wrong = (seen[0] - 1) // OPTIONS["num_microbatches"] in steps
+        return gradient * float("inf") if is_wrong else gradient
+
+    weight.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def scaled(backend: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Train under float16; in steps 1 and 2 one gradient of one stage overflows.
+
+    Return the weights, and after each step the scale and the norm of all gradients.
+    """
+    network = model().float()
+    pipe = sl.Pipeline(network, loss, num_ranks=2, num_microbatches=4, backend=backend)
+    overflow(network[1][0].weight, {1})  # type: ignore[index]
+    overflow(network[4][0].weight, {2})  # type: ignore[index]
+    optimizer = SGD(pipe.parameters(), 0.2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, norms = [], []
+    for number in range(5):
+        with torch.autocast("cpu", torch.float16):
+            result = pipe.step(*batch(number), scaler=scaler)
+        assert 0.0 < float(result.loss) < 20.0
+        pipe.unscale_(scaler, optimizer)
+        norms.append(float(pipe.clip_grad_norm_(0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    pipe.close()
+    return state, scales, norms
+
+
+def overflow_on_one_rank() -> None:
+    wanted, scales, norms = scaled("serial")
+    found, own_scales, own_norms = scaled("processes")
+    assert scales == own_scales == [2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**9], (scales, own_scales)
+    assert str(norms) == str(own_norms), (norms, own_norms)
+    assert_same(found, wanted, "float16")
+
+
+def scaler_without_unscale() -> None:
+    """Each process unscales its own gradients only: the next step warns of it."""
+    pipe = sl.Pipeline(model().float(), loss, num_ranks=2, num_microbatches=4)
+    optimizer, scaler = SGD(pipe.parameters(), 0.2), torch.amp.GradScaler("cpu")
+    pipe.step(*batch(0), scaler=scaler)
+    pipe.step(*batch(0), scaler=scaler)  # adds to the first
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="unscale_.* was not called"):
+        pipe.step(*batch(0), scaler=scaler)
+    pipe.close()
 
 
 def main() -> None:
@@ -137,6 +201,8 @@ def main() -> None:
     stages_on_two_processes()
     replicas()
     norms_of_weights_of_two_types()
+    overflow_on_one_rank()
+    scaler_without_unscale()
     print("equal")
     dist.destroy_process_group()
 

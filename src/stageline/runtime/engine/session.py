@@ -59,6 +59,7 @@ class Session:
         self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.has_warned = False  # of generators that all stages share
+        self.has_scaled_gradients = False  # since the last `unscale_`
 
     @property
     def ahead(self) -> int:

@@ -254,7 +254,7 @@ class ForwardPass:
             reads=self.reads,
             writes=writes,
             loss=loss,
-            weight=args.target.weight if args.target else 0.0,
+            target=args.target,
             marks=stage.in_place.mark_outputs(sent, inputs),
             calls=self.interceptor.calls if self.interceptor else [],
             offloaded=self.offloaded,

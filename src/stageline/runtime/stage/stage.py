@@ -184,8 +184,8 @@ class Stage:
                     roots.append(graph.inputs.edges[position + number])
                     seeds.append(seed)
             position += len(tensors)
-        if graph.loss is not None:
-            seeds.append(torch.full_like(graph.loss, graph.weight))
+        if graph.loss is not None and graph.target is not None:
+            seeds.append(graph.target.loss_gradient(graph.loss))
             roots.append(autograd.root(graph.loss, seeds[-1]))
         return roots, seeds
 
