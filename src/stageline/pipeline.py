@@ -102,7 +102,7 @@ class Pipeline:
 
         `inputs` are those of the model's forward: a mapping by name, a tuple in order, or its first
         argument. Layers that were given one by one read them by name. `named` are further inputs.
-        A `scaler`, a `torch.amp.GradScaler`, scales the gradients, but not the loss that is returned:
+        A `scaler`, a `torch.amp.GradScaler`, scales gradients, but not the loss that is returned:
         call `unscale_` before the optimizer's step.
         """
         session = self._opener.opened_for(inputs, named)
