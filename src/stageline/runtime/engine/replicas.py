@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from stageline.runtime.exactness.batch_norm import NormMoments
 from stageline.runtime.exactness.gradient_types import gradient_type
 from stageline.runtime.placement.layout import Layout
 
+if TYPE_CHECKING:
+    from stageline.runtime.engine.sharded_layers import ShardedLayers
+
 BUCKET = 25 * 2**20  # bytes that are summed at once
 TIED = -1  # in the place of a stage: the weights that several layers use
 
@@ -21,8 +25,10 @@ TIED = -1  # in the place of a stage: the weights that several layers use
 class Replicas:
     """The other replicas. State: gradients of earlier steps, and sums under way, by stage."""
 
-    def __init__(self, collectives: Collectives, layout: Layout) -> None:
-        self.collectives, self.layout = collectives, layout
+    def __init__(
+        self, collectives: Collectives, layout: Layout, sharded: ShardedLayers | None = None
+    ) -> None:
+        self.collectives, self.layout, self.sharded = collectives, layout, sharded
         self.is_isolated = False
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[int, list[Callable[[], None]]] = {}
@@ -61,10 +67,14 @@ class Replicas:
 
     def start(self, stage: int) -> None:
         """Start to sum a stage's gradients; those of tied weights are not complete yet."""
+        if self.sharded is not None:
+            self.sharded.reduce(stage)
         if self._are_several or self._are_siblings:
             parameters = self.layout.stage_parameters(stage)
             tied = {} if self.layout.schedule.is_stream else self.layout.tied
-            self._start(stage, [p for p in parameters if p.requires_grad and p not in tied])
+            done = self.sharded.weights if self.sharded is not None else ()
+            own = [p for p in parameters if p.requires_grad and p not in tied and p not in done]
+            self._start(stage, own)
 
     def start_tied(self) -> None:
         """Start to sum the gradients of the tied weights of this process."""

@@ -107,6 +107,8 @@ class Session:
             self._agree(minibatch)
             if not stream.length or self.assembly.needs_barriers:
                 self.assembly.tied.refresh()
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.check_length(len(minibatch.inputs))
             if not stream.is_open and len(minibatch.inputs) > 1 and stream.purpose.trains:
                 self._watch_weights()
             yield minibatch
@@ -144,6 +146,8 @@ class Session:
                 stage.statistics.clear()
             for draws, trusted in zip(watched, trusts, strict=True):
                 draws.trusts = trusted
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.end()
             if stream.is_open:
                 self._clear_gradients()
             self._record(loop, stream)
@@ -157,6 +161,8 @@ class Session:
             )
 
     def _begin(self, loop: Loop, stream: Stream) -> None:
+        if self.assembly.sharded is not None:
+            self.assembly.sharded.begin()
         if stream.purpose.trains:
             self.assembly.replicas.set_gradients_aside()
         if stream.optimizers is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
@@ -38,6 +38,7 @@ from stageline.runtime.stage.stage_values import (
 )
 from stageline.runtime.stage.weight_calls import WeightCall
 from stageline.torch_private import is_compiled
+from stageline.torch_private_training import is_sharded_module
 
 NO_CONTEXT = nullcontext()
 
@@ -71,8 +72,8 @@ class Stage:
         self.stage_layers = layers_of_stage(layers, numbers, tied, {*self.sent, layers.output})
         modules = {layer.number: layer.module for layer in self.stage_layers}
         self.is_fused = accumulate == FUSED
-        self.is_compiled = any(map(is_compiled, modules.values()))  # cannot be intercepted
-        self.tables = LargeTables(modules if embedding_rows and not self.is_compiled else {})
+        self.is_opaque = any(map(_hides_its_weights, modules.values()))
+        self.tables = LargeTables(modules if embedding_rows and not self.is_opaque else {})
         names = [layer.name for layer in self.stage_layers]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = RunningStatistics.of(modules.values(), batch_norm)
@@ -199,7 +200,7 @@ class Stage:
 
     def is_intercepted(self, layer: int, step: int) -> bool:
         """Return whether gradients of a layer's weights may be deferred or fused in a step."""
-        return not self.is_compiled and self.inner_gradients.is_intercepted(layer, step)
+        return not self.is_opaque and self.inner_gradients.is_intercepted(layer, step)
 
     def keep_versions(self, depth: int) -> None:
         """Keep versions of the weights from now on.
@@ -228,5 +229,14 @@ class Stage:
         self, calls: list[WeightCall], *, in_halves: bool
     ) -> AbstractContextManager[HookGradients | None]:
         """Observe hooks that take gradients during the backward, where calls are intercepted."""
-        may_intercept = (in_halves or self.is_fused) and not self.is_compiled
+        may_intercept = (in_halves or self.is_fused) and not self.is_opaque
         return HookGradients(self.inner_gradients, calls) if may_intercept else NO_CONTEXT
+
+
+def _hides_its_weights(module: nn.Module) -> bool:
+    """Return whether functions cannot be intercepted.
+
+    Those of compiled modules are not called, and those of sharded ones get weights that are
+    released at the end of the backward that brings gradients to inputs.
+    """
+    return is_compiled(module) or any(map(is_sharded_module, module.modules()))
