@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,7 +80,7 @@ def plainly(steps: int) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
     return found
 
 
@@ -130,11 +133,70 @@ def schedules(mesh: DeviceMesh) -> None:
         print(what, "equal but for rounding")
 
 
+def checkpoints(mesh: DeviceMesh) -> None:
+    """From two shards to four stages without any, and back; the last step is compared."""
+    part = own_part(mesh)
+    found: list[Any] = [mkdtemp()]
+    dist.broadcast_object_list(found)
+    folder = Path(found[0])
+    options: dict[str, Any] = {"num_microbatches": MICROBATCHES}
+
+    def step(pipe: sl.Pipeline, optimizer: AdamW, number: int, own: slice) -> dict[str, Tensor]:
+        x, y = batch(number)
+        pipe.step(x[own], y[own])
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
+
+    def sharded(schedule: str) -> tuple[sl.Pipeline, AdamW]:
+        made = model(mesh)
+        pipe = sl.Pipeline(made, loss_of, num_ranks=2, mesh=mesh, schedule=schedule, **options)
+        return pipe, AdamW(pipe.parameters(), 1e-2)
+
+    def plain() -> tuple[sl.Pipeline, AdamW]:
+        pipe = sl.Pipeline(model(), loss_of, num_ranks=4, schedule="zb_h1", **options)
+        return pipe, AdamW(pipe.parameters(), 1e-2)
+
+    first = sharded("1f1b")
+    step(*first, 0, part)
+    sl.save(folder, *first, step=1)
+    wanted = step(*first, 1, part)
+    sl.export(folder / "whole.safetensors", first[0])
+    first[0].close()
+
+    second = plain()
+    assert sl.load(folder, *second).step == 1
+    assert_close(step(*second, 1, slice(None)), gathered(wanted), "without shards")
+    sl.save(folder, *second, step=2)
+    wanted = gathered(step(*second, 2, slice(None)))
+    second[0].close()
+
+    third = sharded("interleaved_1f1b")
+    assert sl.load(folder, *third).step == 2
+    assert_close(step(*third, 2, part), wanted, "in shards again")
+    sl.load_pretrained(third[0], folder / "whole.safetensors")
+    loaded = {name: whole(tensor) for name, tensor in third[0].state_dict().items()}
+    third[0].load_state_dict(model().state_dict())
+    initial = {name: whole(tensor) for name, tensor in third[0].state_dict().items()}
+    third[0].close()
+    exported = load_file(folder / "whole.safetensors")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded.items())
+    assert all(torch.equal(initial[name], model().state_dict()[name]) for name in initial)
+    print("checkpoints equal")
+
+
+def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what all processes have."""
+    found: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, state)
+    return {name: tensor for each in found for name, tensor in each.items()}
+
+
 def main(what: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    {"schedules": schedules}[what](mesh)
+    {"schedules": schedules, "checkpoints": checkpoints}[what](mesh)
     dist.destroy_process_group()
 
 

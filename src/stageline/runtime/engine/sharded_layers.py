@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
 from stageline.errors import BatchError, ModelError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime.backends.backend import Collectives, Group
+from stageline.runtime.exactness.gradient_types import has_fewer_bits
+from stageline.runtime.placement.checks import is_asynchronous
 from stageline.runtime.placement.layout import Layout
+from stageline.schedules.schedule import Schedule
 from stageline.torch_private_training import is_sharded_module, reduce_sharded_gradients
 
 USAGE = "call fully_shard(layer, mesh=mesh['dp']) with the mesh that Pipeline is given"
@@ -39,7 +43,7 @@ class ShardedLayers:
             weight for layer in layout.layers for weight in sharded_weights(layer.module).values()
         }
         for module in self._modules:
-            # Losses are weighted so that gradients are summed; gloo has no other reduction than that
+            # losses are weighted so that gradients are summed; gloo cannot do anything else
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
 
@@ -62,7 +66,7 @@ class ShardedLayers:
             _set_reducing(module, is_reducing=False)
 
     def check_length(self, num_microbatches: int) -> None:
-        """Raise on all replicas unless they have as many micro-batches: each waits for the others."""
+        """Raise on all replicas unless they have as many micro-batches: each awaits the others."""
         what = "numbers of micro-batches"
         counts = self.collectives.gather(num_microbatches, what, Group.REPLICAS)
         if len({*counts}) > 1:
@@ -110,6 +114,40 @@ def sharded_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 def _set_reducing(module: Any, *, is_reducing: bool) -> None:
     module.set_requires_gradient_sync(is_reducing, recurse=False)
     module.set_is_last_backward(is_reducing)
+
+
+def check_sharded(layers: LayerSequence, schedule: Schedule) -> None:
+    """Raise ModelError if layers are sharded and a schedule needs older versions of weights."""
+    if is_asynchronous(schedule) and has_sharded_modules(layers):
+        raise ModelError(
+            f"layers are sharded by fully_shard, but with {schedule.name!r} older versions of "
+            "their weights have to be kept, and fully_shard gathers the latest: use a synchronous "
+            "schedule, or omit fully_shard"
+        )
+
+
+def check_types(layers: LayerSequence, dtype: torch.dtype) -> None:
+    """Raise ModelError if gradients that fully_shard adds should have another type."""
+    for layer in layers:
+        for name, weight in sharded_weights(layer.module).items():
+            if has_fewer_bits(weight, dtype):
+                raise ModelError(
+                    f"accumulate is {dtype}, but {layer.full_name(name)!r} of {weight.dtype} is "
+                    "sharded by fully_shard, which adds its gradients: keep the weights in "
+                    "float32, and give fully_shard mp_policy=MixedPrecisionPolicy("
+                    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                )
+
+
+def check_not_recorded(model: nn.Module) -> None:
+    """Raise ModelError if a module is sharded whose forward, or that around it, is recorded."""
+    sharded = [name for name, part in model.named_modules() if is_sharded_module(part)]
+    if sharded:
+        raise ModelError(
+            f"{sharded[0] or type(model).__name__!r} is sharded by fully_shard, but the forward of "
+            "the model is recorded, without the hooks that gather weights: give Pipeline an "
+            "nn.Sequential or a list of layers, and call fully_shard for each layer"
+        )
 
 
 def _check(layout: Layout, collectives: Collectives) -> None:

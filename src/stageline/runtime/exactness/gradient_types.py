@@ -45,7 +45,7 @@ def accumulate_in(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     Gradients that are there already are converted.
     """
     for weight in weights:
-        if _has_fewer_bits(weight, dtype):
+        if has_fewer_bits(weight, dtype):
             gradient, weight.grad = weight.grad, None
             weight.grad_dtype = dtype
             weight.grad = None if gradient is None else gradient.to(dtype)
@@ -67,5 +67,6 @@ def adopt_gradient_type(alias: Tensor, weight: Tensor) -> None:
         alias.grad_dtype = weight.grad_dtype
 
 
-def _has_fewer_bits(weight: Tensor, dtype: torch.dtype) -> bool:
+def has_fewer_bits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether gradients of a weight can be added in this type instead of its own."""
     return weight.is_floating_point() and weight.dtype.itemsize < dtype.itemsize
