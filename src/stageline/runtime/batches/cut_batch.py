@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stageline.errors import BatchError, ModelError
 from stageline.model import trees
@@ -19,9 +20,13 @@ from stageline.runtime.stage.stage_values import Target
 
 
 def training_batch(
-    session: Session, inputs: Any, target: Any, named: Mapping[str, Any]
+    session: Session,
+    inputs: Any,
+    target: Any,
+    named: Mapping[str, Any],
+    scale: Tensor | None = None,
 ) -> MiniBatch:
-    """Return a mini-batch to train on."""
+    """Return a mini-batch to train on, with gradients that are multiplied by `scale`."""
     if torch.is_inference_mode_enabled():
         raise ModelError(
             "a step was asked for in torch.inference_mode(), where nothing has a gradient: leave "
@@ -34,7 +39,7 @@ def training_batch(
     weights = _weights(session, sizes, targets, minibatch.inputs)
     loss_fn = session.assembly.settings.loss_fn
     pairs = zip(targets, weights, strict=True)
-    minibatch.targets = [Target(loss_fn, part, weight) for part, weight in pairs]
+    minibatch.targets = [Target(loss_fn, part, weight, scale) for part, weight in pairs]
     return minibatch
 
 

@@ -61,6 +61,7 @@ class Session:
         self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.has_warned = False  # of generators that all stages share
+        self.has_scaled_gradients = False  # since the last `unscale_`
 
     @property
     def ahead(self) -> int:
@@ -115,6 +116,8 @@ class Session:
             self._agree(minibatch)
             if not stream.length or self.assembly.needs_barriers:
                 self.assembly.tied.refresh()
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.check_length(len(minibatch.inputs))
             if not stream.is_open and len(minibatch.inputs) > 1 and stream.purpose.trains:
                 self._watch_weights()
             yield minibatch
@@ -152,6 +155,8 @@ class Session:
                 stage.statistics.clear()
             for draws, trusted in zip(watched, trusts, strict=True):
                 draws.trusts = trusted
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.end()
             if stream.is_open:
                 self._clear_gradients()
             self._record(loop, stream)
@@ -165,6 +170,8 @@ class Session:
             )
 
     def _begin(self, loop: Loop, stream: Stream) -> None:
+        if self.assembly.sharded is not None:
+            self.assembly.sharded.begin()
         if stream.purpose.trains:
             self.assembly.replicas.set_gradients_aside()
         if stream.optimizers is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
+from stageline.runtime.batches.result import LOSS_TYPES
 from stageline.runtime.engine.replicas import local
 from stageline.runtime.placement.layout import Layout
 
@@ -19,7 +20,7 @@ def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) ->
     own = gradient_norms(layout.counted_on(layout.ranks_here))
     count = len(layout.parameter_numbers)
     arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
-    norms = list(norms_of(arrive(), own).values())
+    norms = list(norms_of(arrive()).values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
 
@@ -36,18 +37,20 @@ def gradient_norm(gradient: Tensor) -> Tensor:
 
 
 def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
-    """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact."""
+    """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact.
+
+    Beside each norm is its type: ranks may have weights of different types.
+    """
     table = torch.zeros(2, count, dtype=torch.float64)
     for number, norm in own.items():
-        table[0, number], table[1, number] = norm, 1.0
+        table[0, number], table[1, number] = norm, 1.0 + LOSS_TYPES.index(norm.dtype)
     return table
 
 
-def norms_of(table: Tensor, own: Mapping[int, Tensor]) -> Norms:
-    """Return the norms of a summed table, in the type of this rank's own."""
-    kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
+def norms_of(table: Tensor) -> Norms:
+    """Return the norms of a summed table, each in its own type."""
     rows = enumerate(table.t())
-    return {number: norm.to(kind) for number, (norm, is_there) in rows if is_there}
+    return {number: norm.to(LOSS_TYPES[int(kind) - 1]) for number, (norm, kind) in rows if kind}
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

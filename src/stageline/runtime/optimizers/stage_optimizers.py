@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
+from stageline.runtime.exactness.gradient_types import gradient_type, with_another_gradient_type
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
 from stageline.torch_private import mark_as_stepped
@@ -232,6 +233,11 @@ class StageOptimizers:
         self.at_work.add(step)
         try:
             yield
+        except RuntimeError as error:
+            weights = (p for group in optimizer.param_groups for p in group["params"])
+            if (weight := with_another_gradient_type(weights)) is not None:
+                raise _cannot_step(optimizer, weight, error) from error
+            raise
         finally:
             self.at_work.discard(step)
 
@@ -257,6 +263,16 @@ class StageOptimizers:
                 )
 
         return register_optimizer_step_pre_hook(refuse).remove
+
+
+def _cannot_step(optimizer: Optimizer, weight: Tensor, error: RuntimeError) -> ModelError:
+    """Return the error of an optimizer whose states have the type of the weights, as Adam's."""
+    types = [str(dtype).removeprefix("torch.") for dtype in (weight.dtype, gradient_type(weight))]
+    return ModelError(
+        f"{type(optimizer).__name__} could not step weights of {types[0]} whose gradients are "
+        f"{types[1]} ({error}): use float32 weights within torch.autocast, or an optimizer that "
+        "keeps float32 copies of the weights"
+    )
 
 
 def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> float:

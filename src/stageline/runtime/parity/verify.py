@@ -42,6 +42,11 @@ def verify(session: Session, inputs: Any, target: Any, named: Mapping[str, Any])
             "a part of the model is on the meta device, but verify needs the whole of it here: "
             "build it on the CPU, with fewer or smaller layers, and verify before a replan"
         )
+    if assembly.sharded is not None:
+        raise ModelError(
+            "weights are sharded by fully_shard, but verify needs the whole model here: verify a "
+            "pipeline of the same model before fully_shard is called"
+        )
     broadcast_state(assembly.layout, collectives)
     with assembly.replicas.isolated():
         found = _difference(session, inputs, target, named)

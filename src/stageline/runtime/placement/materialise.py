@@ -21,6 +21,7 @@ from stageline.errors import ModelError
 from stageline.model import trees
 from stageline.model.device_settings import preserved_generators, seed_generators
 from stageline.model.layers import Layer, LayerSequence
+from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.runtime.placement.rebuild_buffers import (
     initialize_module,
@@ -143,8 +144,11 @@ def _reset(layer: Layer, models: Mapping[nn.Module, Any]) -> None:
 
 def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
     """Return `empty` as a parameter if `tensor` is one, or else as it is."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    made = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    adopt_gradient_type(made, tensor)
+    return made
 
 
 def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:

@@ -202,7 +202,7 @@ class ProcessesTransport:
             return
         table = norm_table(numbers, len(self.layout.parameter_numbers))
         arrive = self.backend.collectives.all_reduce(table, "norms", Group.PIPELINE)
-        self.meetings[key] = lambda: Message(norms_of(arrive(), numbers), 0.0)
+        self.meetings[key] = lambda: Message(norms_of(arrive()), 0.0)
 
     def _route(self, key: MessageKey) -> Route:
         position, send = key
