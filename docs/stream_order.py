@@ -159,7 +159,8 @@ def place(boxes: list[Box]) -> None:
 def svg(boxes: list[Box]) -> str:
     """Return the picture."""
     width = LEFT + UNIT * max(box.end for box in boxes) + 20
-    size = f'width="{width:.0f}" height="{TOP + PITCH * len(LANES)}"'
+    height = TOP + PITCH * len(LANES)
+    size = f'width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}"'
     title = "1F1B on two devices: what each stream runs, and the events that order it"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
