@@ -26,13 +26,14 @@ from stageline.schedules.program.program import RECEIVE_KIND, Program, receive_o
 from stageline.schedules.task_graph import Dependencies
 
 Channels = Literal["directed", "shared"]
+Waits = tuple[tuple[int, float], ...]  # as in `Dependencies`
 RECEIVES = tuple(RECEIVE_KIND.values())
 OF_ALL_RANKS = (Kind.REDUCE_TIED, Kind.CLIP_GRAD)
 OF_REPLICAS = (Kind.REDUCE_GRAD, Kind.UPDATE_STATS)
 BLOCKING = (*OF_ALL_RANKS, Kind.UPDATE_STATS)
 
 
-class Operation(NamedTuple):
+class QueuedOperation(NamedTuple):
     """What one rank does on a channel."""
 
     action: int  # its number, counted through the rows
@@ -52,7 +53,7 @@ class ChannelTasks(NamedTuple):
 
     lanes: list[list[int]]
     channels: list[str]  # of each lane that is an end of one
-    operations: list[Operation]
+    operations: list[QueuedOperation]
     arrivals: range  # the tasks of the operations that arrive; the next one is its completion
     dependencies: Dependencies
 
@@ -77,30 +78,32 @@ def channel_tasks(program: Program, channels: Channels) -> ChannelTasks:
         queues.setdefault((rank, channel), []).extend((arrival, arrival + 1))
         meetings.setdefault(meeting, []).append(arrival)
         completions[action] = arrival + 1
-    waits = dict(_waits(program, bounds, completions))
-    meeting_lanes: list[list[int]] = []
+    large = [ends for ends in meetings.values() if len(ends) > 2]
+    waits: list[Waits] = [()] * (arrivals.stop + len(large))
+    for task, others in _waits(program, bounds, completions):
+        waits[task] = tuple([(other - task, 0.0) for other in others])
     for ends in meetings.values():
-        if len(ends) > 2:
-            meeting_lanes.append([arrivals.stop + len(meeting_lanes)])
-            waits[meeting_lanes[-1][0]] = ends
+        if len(ends) == 2:
+            first, second = ends
+            waits[first + 1] = ((second - first - 1, 0.0),)
+            waits[second + 1] = ((first - second - 1, 0.0),)
+    for task, ends in enumerate(large, arrivals.stop):
+        waits[task] = tuple([(end - task, 0.0) for end in ends])
         for end in ends:
-            is_small = len(ends) <= 2
-            waits[end + 1] = [e for e in ends if e != end] if is_small else meeting_lanes[-1]
-    distances = [
-        tuple([(other - task, 0.0) for other in waits.get(task, ())])
-        for task in range(arrivals.stop + len(meeting_lanes))
-    ]
+            waits[end + 1] = ((task - end - 1, 0.0),)
     lanes = [[*range(first, end)] for first, end in pairwise(bounds)]
     return ChannelTasks(
-        [*lanes, *queues.values(), *meeting_lanes],
+        [*lanes, *queues.values(), *([task] for task in range(arrivals.stop, len(waits)))],
         [channel for _, channel in queues],
         operations,
         arrivals,
-        Dependencies(1, distances),
+        Dependencies(1, waits),
     )
 
 
-def _operations(program: Program, bounds: Sequence[int], channels: Channels) -> Iterator[Operation]:
+def _operations(
+    program: Program, bounds: Sequence[int], channels: Channels
+) -> Iterator[QueuedOperation]:
     """Yield the operations of all ranks, those of each rank in its order."""
     rank_of, name = program.routes.rank_of, _directed if channels == "directed" else _shared
     for rank, row in enumerate(program.actions):
@@ -109,15 +112,17 @@ def _operations(program: Program, bounds: Sequence[int], channels: Channels) -> 
             stage, kind, microbatch, peer, version = action
             if kind in RECEIVE_KIND:
                 channel = name(rank, rank_of(peer, microbatch))
-                yield Operation(number, rank, channel, receive_of(action))
+                yield QueuedOperation(number, rank, channel, receive_of(action))
             elif kind in RECEIVES:
                 channel = name(rank_of(peer, microbatch), rank)
-                yield Operation(number, rank, channel, action)
+                yield QueuedOperation(number, rank, channel, action)
             elif kind in OF_REPLICAS:
-                yield Operation(number, rank, "the channel of replicas", (stage, kind, version))
+                yield QueuedOperation(
+                    number, rank, "the channel of replicas", (stage, kind, version)
+                )
             elif kind in OF_ALL_RANKS:  # a rank's first one meets the first one of every rank
                 meeting = kind, version, passed[kind, version]
-                yield Operation(number, rank, "the channel of all ranks", meeting)
+                yield QueuedOperation(number, rank, "the channel of all ranks", meeting)
                 passed[kind, version] += 1
 
 
@@ -144,7 +149,8 @@ def _waits(
                 needed = sums.values() if kind is Kind.CLIP_GRAD else ()
                 yield completions[number] - 1, [*before, *needed]
             if kind in COMPUTE:
-                yield number, [received[receive_of(a)] for a in program.routes.awaited(action)]
+                if messages := program.routes.awaited(action):
+                    yield number, [received[receive_of(message)] for message in messages]
             elif kind in BLOCKING:
                 yield number, [completions[number]]
             elif kind is Kind.REDUCE_GRAD:
