@@ -140,7 +140,7 @@ class ThreadsRun:
             if device is None:
                 self._run_segments(rank)
             else:
-                with device.working(lambda: self._action(rank)):
+                with device.working(lambda: self.stream.now.get(rank)):
                     self._run_segments(rank)
         except RankStopped:
             pass  # another rank failed
@@ -149,11 +149,6 @@ class ThreadsRun:
             self.failures.append(stage_error(self.loop, self.stream, rank, error))
             self.failures[-1].__cause__ = error
             self._stop()
-
-    def _action(self, rank: int) -> str:
-        """Return what a rank does, for errors."""
-        position, action = self.stream.now.get(rank, (0, "the beginning"))
-        return f"{action} of mini-batch {position}" if self.stream.is_open else str(action)
 
     def _run_segments(self, rank: int) -> None:
         for segment in count():
