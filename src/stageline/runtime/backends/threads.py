@@ -117,8 +117,14 @@ class ThreadsRun:
         if self.gate.is_stopped:
             self.drain()
         self.events.wait(segment)
-        losses = self.stream.minibatches[position].losses.values()
-        hand_over(self.loop.period.placement[self.loop.last], self.backend.accelerators, losses)
+        self._hand_over(self.stream.minibatches[position])
+
+    def _hand_over(self, minibatch: MiniBatch) -> None:
+        """Give the caller results that ranks made while these go on."""
+        placement, accelerators = self.loop.period.placement, self.backend.accelerators
+        hand_over(accelerators[placement[-1]], minibatch.losses.values())
+        for stage, update in minibatch.updates.items():
+            hand_over(accelerators[placement[stage]], [update.norm])
 
     def drain(self) -> None:
         self.gate.end()
