@@ -71,7 +71,7 @@ class StepResult:
     @property
     def update_norms(self) -> dict[int, float]:
         """Return how far each stage's weights moved; of gradients where that is not measured."""
-        return {stage: update.norm for stage, update in self.results.updates.items()}
+        return {stage: float(update.norm) for stage, update in self.results.updates.items()}
 
 
 def broadcast_results(
@@ -93,7 +93,7 @@ def broadcast_results(
             table[:, first + i] = torch.tensor(facts, dtype=torch.float64)
         if collectives.replica == 0 and collectives.is_first_sibling:
             for stage, update in minibatch.updates.items():
-                facts = [update.norm, update.is_skipped + 2.0 * update.is_redone, 1.0]
+                facts = [float(update.norm), update.is_skipped + 2.0 * update.is_redone, 1.0]
                 table[:, num_losses + stage] = torch.tensor(facts, dtype=torch.float64)
     arrive = collectives.all_reduce(table, "losses", Group.EVERYONE)
     return StepResult(lambda: _read(arrive(), num_losses))

@@ -18,9 +18,13 @@ Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the
 def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) -> Tensor:
     """Scale the gradients of all ranks to a global norm; return the norm that they had."""
     own = gradient_norms(layout.counted_on(layout.ranks_here))
-    count = len(layout.parameter_numbers)
-    arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
-    norms = list(norms_of(arrive()).values())
+    if collectives.size(Group.PIPELINE) == 1:  # all are here, maybe on several devices
+        device = next((norm.device for norm in own.values()), None)
+        norms = [norm.to(device) for norm in own.values()]
+    else:
+        count = len(layout.parameter_numbers)
+        arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
+        norms = list(norms_of(arrive()).values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
 
@@ -60,7 +64,8 @@ def total_norm(norms: list[Tensor]) -> Tensor:
 def clip_factor(norms: list[Tensor], max_norm: float) -> Tensor:
     """Return what to scale gradients by, as torch.nn.utils does; not finite if they are not."""
     total = total_norm(norms)
-    return (max_norm / (total + 1e-6)).clamp(max=1.0) if torch.isfinite(total) else total
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(total), factor, total)  # no host has to know which
 
 
 def scale_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
