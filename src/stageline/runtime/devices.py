@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stageline.errors import ModelError
-from stageline.model import trees
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.accelerators.simulation import Simulation
@@ -46,12 +44,19 @@ def accelerators_of(
     by_device: dict[object, Accelerator] = {}
     simulation = Simulation() if simulated else None
     found = []
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(map(_numbered, devices)):
         key = rank if device is None else device
         if key not in by_device and (own := _accelerator(device, simulation)):
             by_device[key] = own
         found.append(by_device.get(key))
     return tuple(found)
+
+
+def _numbered(device: torch.device | None) -> torch.device | None:
+    """Return a device with its number: without one it is the current one of its kind."""
+    if device is None or device.type == "cpu" or str(device) != device.type:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _accelerator(device: torch.device | None, simulation: Simulation | None) -> Accelerator | None:
@@ -61,16 +66,11 @@ def _accelerator(device: torch.device | None, simulation: Simulation | None) -> 
     return CheckedAccelerator(device or torch.device("cpu"), simulation) if simulation else None
 
 
-def moved(tree: Any, device: torch.device | None) -> Any:
-    """Return a tree with its tensors on a device; None leaves them where they are.
-
-    Copies between GPUs wait for both sides' work, as torch's do.
-    """
-    if device is None:
-        return tree
-    return trees.map_leaves(
-        lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, tree
-    )
+def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractContextManager[object]:
+    """Return a context in which simulated devices check what the caller's thread does, too."""
+    checked = (each for each in accelerators if isinstance(each, CheckedAccelerator))
+    first = next(checked, None)
+    return first.rank_thread() if first else nullcontext()
 
 
 def default_generators(device: torch.device | None) -> list[torch.Generator]:

@@ -52,6 +52,9 @@ class Accelerator(Protocol):
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:
         """Return a copy of another device's tensor, made on the current streams of both."""
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the caller's on this device: itself, or a copy if it is elsewhere."""
+
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in host memory, made on the current stream."""
 

@@ -58,6 +58,10 @@ class CheckedAccelerator:
             return tensor
         return self._copied(tensor, "a copy between devices", self.simulation.current(source))
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Take memory that was there before anything was watched for host memory."""
+        return tensor if self.simulation.is_known(tensor) else self.upload(tensor)
+
     def upload(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor, "a copy from the host", self.simulation.current(self))
 

@@ -123,6 +123,12 @@ class Simulation:
                     access = Access(stream, stream.num_queued, self._place(what), "allocated")
                     self._remember(storage, Memory(stream, access, {stream: access}))
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory was allocated or used under watch."""
+        with self.lock:
+            self._release()
+            return id(storage_of(tensor)) in self.memories
+
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor; None if it has none of its own."""
         storage = storage_of(tensor)

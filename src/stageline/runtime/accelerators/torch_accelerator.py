@@ -46,9 +46,14 @@ class TorchAccelerator:
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:  # noqa: ARG002
         return tensor.to(self.device, non_blocking=True)
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return self.upload(tensor)
+        return tensor.to(self.device, non_blocking=True)
+
     def upload(self, tensor: Tensor) -> Tensor:
         # from page-locked memory the host need not wait; torch keeps it until the copy is done
-        return tensor.pin_memory(self.device).to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from time import perf_counter
 from typing import NamedTuple
 
+from stageline.runtime.accelerators.carry import brought
 from stageline.runtime.engine.exchange_tied_gradients import exchange_gradients
 from stageline.runtime.engine.loop import Handlers, RankRun
 from stageline.runtime.engine.minibatch import (
@@ -90,10 +91,14 @@ def reduce_gradients(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()
 
 def reduce_tied(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:  # noqa: ARG001
     """Add up the gradients of weights that several layers use, when all of them are there."""
-    key = minibatch.position, Action(run.rank, Kind.REDUCE_TIED)
-    run.transport.meet(run.rank, key, {})
-    yield key
-    loop = run.loop
+    loop, key = run.loop, (minibatch.position, Action(run.rank, Kind.REDUCE_TIED))
+    brings = loop.layout.has_accelerators and len(loop.layout.ranks_here) > 1
+    own = loop.stages_of_rank[run.rank]
+    layers = {number for stage in own for number in loop.layout.stages[stage]}
+    run.transport.meet(run.rank, key, loop.tied.gradients(layers) if brings else {})
+    message = yield key
+    if brings:
+        loop.tied.take_gradients(message.contents, loop.tied_on[run.rank])
     exchange_gradients(loop.tied, loop.layout, loop.replicas.collectives)
     loop.tied.add_gradients(loop.tied_on[run.rank])
     loop.replicas.start_tied()
@@ -262,7 +267,8 @@ def _run_forward(
 def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Contents) -> Contents:
     loop, number, microbatch = run.loop, task.action.stage, task.action.microbatch
     if number == loop.last and minibatch.output_gradients:
-        gradients.update(minibatch.output_gradients[microbatch])
+        own, given = loop.stages[number].accelerator, minibatch.output_gradients[microbatch]
+        gradients.update(given if own is None else brought(given, own))
     waiting = minibatch.waiting[number]
     loop.used_weights.check(number, waiting.graphs[microbatch])
     back = loop.stages[number].backward(microbatch, gradients, waiting, in_halves=task.in_halves)

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.options import Options
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
@@ -24,16 +25,22 @@ from stageline.schedules.placement import ranks_of
 from stageline.schedules.schedule import Schedule
 
 Devices = tuple[torch.device | None, ...]  # by rank
+Accelerators = tuple[Accelerator | None, ...]  # by rank as well
 
 
 def open_backend(
-    name: str, schedule: Schedule, devices: Devices, mesh: DeviceMesh | None, options: Options
+    name: str,
+    schedule: Schedule,
+    devices: Devices,
+    accelerators: Accelerators,
+    mesh: DeviceMesh | None,
+    options: Options,
 ) -> Backend:
     """Return the backend of a name; a new one gets its line here."""
     if name == "serial":
-        return SerialBackend()
+        return SerialBackend(accelerators)
     if name == "threads":
-        return ThreadsBackend(devices)
+        return ThreadsBackend(accelerators)
     from stageline.runtime.backends.processes.backend import ProcessesBackend  # noqa: PLC0415
     from stageline.runtime.backends.processes.groups import backends_of, connect  # noqa: PLC0415
 
@@ -66,7 +73,7 @@ def open_session(
     places = layout.device_of_layer
     blanks = materialise(layers, places, places.__getitem__, seed, init_fn)
     move_to_devices(layers, places)
-    tied = TiedWeights.of(layers, places)
+    tied = TiedWeights.of(layers, layout.accelerator_of_layer)
     broadcast_weights(tied, layout, collectives)
     _broadcast_to_siblings(layout, collectives)
     if layers.recording is not None:
