@@ -1,4 +1,4 @@
-"""Runs another worker with all its pipelines over ordered channels: their seed, its name, its arguments."""
+"""Runs another worker with all its pipelines over ordered channels, which are late by a seed."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) ->
         device = next((norm.device for norm in own.values()), None)
         norms = [norm.to(device) for norm in own.values()]
     else:
-        count = len(layout.parameter_numbers)
-        arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
+        table = norm_table(own, len(layout.parameter_numbers), collectives.device)
+        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
         norms = list(norms_of(arrive()).values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
@@ -40,12 +40,12 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return whole
 
 
-def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
+def norm_table(own: Mapping[int, Tensor], count: int, device: torch.device | None) -> Tensor:
     """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact.
 
     Beside each norm is its type: ranks may have weights of different types.
     """
-    table = torch.zeros(2, count, dtype=torch.float64)
+    table = torch.zeros(2, count, dtype=torch.float64, device=device)
     for number, norm in own.items():
         table[0, number], table[1, number] = norm, 1.0 + LOSS_TYPES.index(norm.dtype)
     return table
@@ -53,7 +53,7 @@ def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
 
 def norms_of(table: Tensor) -> Norms:
     """Return the norms of a summed table, each in its own type."""
-    rows = enumerate(table.t())
+    rows = enumerate(zip(table[0], table[1].tolist(), strict=True))
     return {number: norm.to(LOSS_TYPES[int(kind) - 1]) for number, (norm, kind) in rows if kind}
 
 
