@@ -76,7 +76,7 @@ def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
     return state, told
 
 
-def cases(num_ranks: int, messages: str) -> Iterator[dict[str, Any]]:
+def cases(num_ranks: int, *, shared_memory: bool) -> Iterator[dict[str, Any]]:
     """Yield a pipeline's options for each schedule that there is for so many ranks."""
     for number, name in enumerate(sl.schedule_names(synchronous=True)):
         options: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": 2 * num_ranks}
@@ -86,8 +86,7 @@ def cases(num_ranks: int, messages: str) -> Iterator[dict[str, Any]]:
             yield options | {
                 "schedule": name,
                 "recompute": recompute,
-                "shared_memory": messages == "memory",
-                "check_streams": messages == "channels",
+                "shared_memory": shared_memory,
             }
 
 
@@ -95,13 +94,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    all_cases = [*cases(num_ranks, sys.argv[1])]
+    all_cases = [*cases(num_ranks, shared_memory=sys.argv[1:] != ["gloo"])]
     found = [trained(options) for options in all_cases]
     # each process runs some of them alone, for all processes
-    own = [
-        trained(options | {"backend": "serial", "check_streams": False})
-        for options in all_cases[rank::num_ranks]
-    ]
+    own = [trained(options | {"backend": "serial"}) for options in all_cases[rank::num_ranks]]
     everywhere = [own] * num_ranks
     dist.all_gather_object(everywhere, own)
     for number, options in enumerate(all_cases):

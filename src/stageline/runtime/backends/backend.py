@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Collectives(Protocol):
     is_first: bool  # the first of all processes
     is_first_part: bool  # the first of processes that hold parts of the same tensors
     is_first_sibling: bool  # the first of the ranks that hold the same stage
+    device: torch.device | None  # of tensors that processes share; None: they are in host memory
 
     def has(self, rank: int) -> bool:
         """Return whether a rank of the pipeline runs in this process."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Group
@@ -19,6 +20,7 @@ class LocalCollectives:
     replica = 0
     num_replicas = 1
     is_first = is_first_part = is_first_sibling = True
+    device: torch.device | None = None
 
     def has(self, rank: int) -> bool:  # noqa: ARG002
         return True

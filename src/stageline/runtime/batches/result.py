@@ -85,18 +85,25 @@ def broadcast_results(
         own = _own_results(minibatch)
         return StepResult(lambda: own)
     num_losses = collectives.num_replicas * schedule.num_microbatches
-    table = torch.zeros(3, num_losses + schedule.num_stages, dtype=torch.float64)
+    width = num_losses + schedule.num_stages
+    table = torch.zeros(3, width, dtype=torch.float64, device=collectives.device)
     if collectives.is_first_part:
         first = collectives.replica * schedule.num_microbatches
         for i, loss in minibatch.losses.items():
-            facts = [float(loss), minibatch.targets[i].weight, 1.0 + LOSS_TYPES.index(loss.dtype)]
-            table[:, first + i] = torch.tensor(facts, dtype=torch.float64)
+            kind = 1.0 + LOSS_TYPES.index(loss.dtype)
+            _write(table[:, first + i], loss.reshape(()), minibatch.targets[i].weight, kind)
         if collectives.replica == 0 and collectives.is_first_sibling:
             for stage, update in minibatch.updates.items():
-                facts = [update.norm, update.is_skipped + 2.0 * update.is_redone, 1.0]
-                table[:, num_losses + stage] = torch.tensor(facts, dtype=torch.float64)
+                flags = update.is_skipped + 2.0 * update.is_redone
+                _write(table[:, num_losses + stage], update.norm, flags, 1.0)
     arrive = collectives.all_reduce(table, "losses", Group.EVERYONE)
     return StepResult(lambda: _read(arrive(), num_losses))
+
+
+def _write(column: Tensor, *facts: Tensor | float) -> None:
+    """Write numbers into a column; no host waits for one that is on a device."""
+    for number, fact in enumerate(facts):
+        column[number] = fact
 
 
 def _own_results(minibatch: MiniBatch) -> Results:

@@ -10,7 +10,6 @@ from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
-from stageline.runtime.devices import accelerators_of
 from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.exchange_tied_gradients import broadcast_weights
 from stageline.runtime.engine.session import Session
@@ -46,7 +45,6 @@ def open_backend(
 
     stages = range(schedule.num_stages) if schedule.replicas else ()
     siblings = [ranks_of(schedule.placement, schedule.replicas, stage) for stage in stages]
-    accelerators = accelerators_of(devices, simulated=options.check_streams)
     groups = connect(
         mesh,
         schedule.num_ranks,

@@ -78,13 +78,22 @@ class Replicas:
             sums.append(shared or self._flat_sum(bucket))
 
     def _flat_sum(self, bucket: list[nn.Parameter]) -> Callable[[], None]:
-        buffer = _flat(bucket)
+        """Sum all gradients in one tensor, and behind them for each whether it is there.
+
+        From devices, what is there is summed in host memory, which waits for no device.
+        """
+        parts, there = _parts(bucket), [float(p.grad is not None) for p in bucket]
+        if self.collectives.device is None:
+            arrive = self._sum(torch.cat([*parts, parts[0].new_tensor(there)]))
+            return lambda: _unflatten(*_split(arrive(), len(bucket)), bucket)
+        arrive, arrive_there = self._sum(torch.cat(parts)), self._sum(torch.tensor(there))
+        return lambda: _unflatten(arrive(), arrive_there(), bucket)
+
+    def _sum(self, buffer: Tensor) -> Callable[[], Tensor]:
         if self._are_several:
-            arrive = self.collectives.all_reduce(buffer, "gradients", Group.REPLICAS)
-        else:  # few, and added up in their order
-            gathered = self.collectives.all_gather(buffer, "gradients", Group.SIBLINGS)
-            arrive = _added(gathered)
-        return lambda: _unflatten(arrive(), bucket)
+            return self.collectives.all_reduce(buffer, "gradients", Group.REPLICAS)
+        # few, and added up in their order
+        return _added(self.collectives.all_gather(buffer, "gradients", Group.SIBLINGS))
 
     def finish(self, stage: int) -> None:
         """Wait for a stage's sums, and add the gradients of earlier steps."""
@@ -130,21 +139,22 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def _flat(bucket: list[nn.Parameter]) -> Tensor:
-    """Return all gradients in one tensor, and behind them for each whether it is there."""
-    parts = [
+def _parts(bucket: list[nn.Parameter]) -> list[Tensor]:
+    """Return the numbers of all gradients."""
+    return [
         torch.zeros(local(p).numel(), dtype=p.dtype, device=p.device)
         if p.grad is None
         else local(p.grad).reshape(-1)
         for p in bucket
     ]
-    there = [float(p.grad is not None) for p in bucket]
-    return torch.cat([*parts, torch.tensor(there, dtype=parts[0].dtype, device=parts[0].device)])
 
 
-def _unflatten(buffer: Tensor, bucket: list[nn.Parameter]) -> None:
-    sizes = [local(parameter).numel() for parameter in bucket]
-    *parts, there = torch.split(buffer, [*sizes, len(bucket)])
+def _split(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return buffer[:-count], buffer[-count:]
+
+
+def _unflatten(gradients: Tensor, there: Tensor, bucket: list[nn.Parameter]) -> None:
+    parts = torch.split(gradients, [local(parameter).numel() for parameter in bucket])
     for parameter, part, is_there in zip(bucket, parts, there.tolist(), strict=True):
         if is_there:
             if parameter.grad is None:

@@ -18,7 +18,8 @@ def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) ->
     """Scale the gradients of all ranks to a global norm; return the norm that they had."""
     own = gradient_norms(layout.counted_on(layout.ranks_here))
     count = len(layout.parameter_numbers)
-    arrive = collectives.all_reduce(norm_table(own, count), "norms", Group.PIPELINE)
+    table = norm_table(own, count, collectives.device)
+    arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
     norms = list(norms_of(arrive(), own).values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
@@ -35,9 +36,9 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return whole
 
 
-def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
+def norm_table(own: Mapping[int, Tensor], count: int, device: torch.device | None) -> Tensor:
     """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact."""
-    table = torch.zeros(2, count, dtype=torch.float64)
+    table = torch.zeros(2, count, dtype=torch.float64, device=device)
     for number, norm in own.items():
         table[0, number], table[1, number] = norm, 1.0
     return table
@@ -46,7 +47,7 @@ def norm_table(own: Mapping[int, Tensor], count: int) -> Tensor:
 def norms_of(table: Tensor, own: Mapping[int, Tensor]) -> Norms:
     """Return the norms of a summed table, in the type of this rank's own."""
     kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
-    rows = enumerate(table.t())
+    rows = enumerate(zip(table[0], table[1].tolist(), strict=True))
     return {number: norm.to(kind) for number, (norm, is_there) in rows if is_there}
 
 

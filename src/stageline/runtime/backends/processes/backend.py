@@ -17,6 +17,7 @@ from stageline.errors import StageError
 from stageline.model import trees
 from stageline.model.layers import Value
 from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.carry import carried
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.failures import failure_text
 from stageline.runtime.backends.processes.channels.device_messages import KnownForms
@@ -60,17 +61,11 @@ class ProcessesBackend:
         self.rank = self.connection.rank
         self.device, self.accelerator = devices[self.rank], accelerators[self.rank]
         self.collectives = ProcessCollectives(self.connection, self.accelerator)
-        self.channels = (
-            None
-            if self.accelerator is None
-            else RankChannels(
-                self.connection,
-                accelerators,
-                self.accelerator,
-                self.incoming,
-                fixed_forms=fixed_forms,
+        self.channels: RankChannels | None = None
+        if any(accelerators):
+            self.channels = RankChannels(
+                self.connection, accelerators, self.incoming, fixed_forms=fixed_forms
             )
-        )
         self.shapes: dict[object, dict[Value, ValueSpec]] = {}  # by all that they depend on
         self.routes: dict[object, dict[Action, Route]] = {}  # of the last two kinds of batches
         self.known: dict[object, KnownForms] = {}  # by kind of batch, if messages go over channels
@@ -183,11 +178,14 @@ class ProcessesTransport:
         if key[1].kind in ONCE:
             return self.meetings.pop(key)()
         peer, layout = self._route(key)
-        if link := self.links.get(peer):
-            return link.take(key, layout)
-        if self.channels is not None and peer in self.channels.incoming.lanes:
+        if self.channels is None:
+            link = self.links.get(peer)
+            return link.take(key, layout) if link else self.incoming.take(key)
+        if peer in self.channels.incoming.lanes:
             return self.channels.incoming.take(peer, key)
-        return self.incoming.take(key)
+        message = self.incoming.take(key)  # from a rank on the CPU, or to one
+        contents = carried(message.contents, None, self.backend.accelerator)
+        return message._replace(contents=contents)
 
     def post(self) -> None:
         """Post receives, after the sends that stand behind them: someone waits for what is sent."""
@@ -200,8 +198,9 @@ class ProcessesTransport:
             # what follows exchanges gradients, and waits for all ranks itself
             self.meetings[key] = lambda: Message({}, 0.0)
             return
-        table = norm_table(numbers, len(self.layout.parameter_numbers))
-        arrive = self.backend.collectives.all_reduce(table, "norms", Group.PIPELINE)
+        collectives = self.backend.collectives
+        table = norm_table(numbers, len(self.layout.parameter_numbers), collectives.device)
+        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
         self.meetings[key] = lambda: Message(norms_of(arrive(), numbers), 0.0)
 
     def _route(self, key: MessageKey) -> Route:

@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Operation(Protocol):
+class ChannelOperation(Protocol):
     """A send or a receive that was issued."""
 
     def wait(self, limit: float) -> float:
@@ -30,10 +30,10 @@ class Operation(Protocol):
 class Channel(Protocol):
     """One end of a channel."""
 
-    def send(self, tensor: Tensor) -> Operation:
+    def send(self, tensor: Tensor) -> ChannelOperation:
         """Send a contiguous tensor, which must not change until that is done."""
 
-    def receive(self, tensor: Tensor) -> Operation:
+    def receive(self, tensor: Tensor) -> ChannelOperation:
         """Receive into a contiguous tensor of the size that is sent."""
 
     def close(self) -> None:

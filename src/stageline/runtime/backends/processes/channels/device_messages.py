@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stageline.errors import BatchError, ModelError
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.backends.processes.channels.channel import Channel, Operation
+from stageline.runtime.backends.processes.channels.channel import Channel, ChannelOperation
 from stageline.runtime.backends.processes.channels.tensor_forms import (
     TensorForm,
     bytes_to_send,
@@ -50,7 +50,7 @@ Forms = Sequence[TensorForm | None]  # of a message's tensors; a gradient may be
 KnownForms = dict[Action, Forms]  # of messages with batches of the same shapes
 
 
-class Lane(NamedTuple):
+class ChannelStream(NamedTuple):
     """A channel, and the stream that its messages are queued on."""
 
     channel: Channel
@@ -71,7 +71,7 @@ class Posted(NamedTuple):
     layout: MessageLayout
     forms: Forms
     memories: list[Tensor]
-    operations: list[Operation]
+    operations: list[ChannelOperation]
     arrived: Any  # an event
 
 
@@ -79,12 +79,12 @@ class DeviceOutgoing:
     """Messages to other ranks. State: the last operation on each channel."""
 
     def __init__(
-        self, accelerator: Accelerator, host: Outgoing, limit: float, *, fixed_forms: bool
+        self, accelerator: Accelerator | None, host: Outgoing, limit: float, *, fixed_forms: bool
     ) -> None:
-        self.accelerator, self.host, self.limit = accelerator, host, limit
+        self.own, self.host, self.limit = accelerator, host, limit
         self.fixed_forms = fixed_forms
-        self.lanes: dict[int, Lane] = {}  # by rank
-        self.last: dict[int, Operation] = {}
+        self.lanes: dict[int, ChannelStream] = {}  # by rank
+        self.last: dict[int, ChannelOperation] = {}
 
     def send(
         self, peer: int, send: Action, layout: MessageLayout, message: Message, known: KnownForms
@@ -103,6 +103,11 @@ class DeviceOutgoing:
                 if tensor is not None and form is not None and form.num_elements:
                     self.last[peer] = lane.channel.send(bytes_to_send(tensor, form))
                     accelerator.keep_alive(tensor)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        assert self.own is not None  # a channel ends at accelerators only
+        return self.own
 
     def finish(self) -> None:
         """Let compute wait until all messages have left: a caller may change what they hold."""
@@ -155,11 +160,11 @@ class DeviceIncoming:
     """Messages from other ranks. State: those that are promised, and those with receives queued."""
 
     def __init__(
-        self, accelerator: Accelerator, host: Incoming, limit: float, *, fixed_forms: bool
+        self, accelerator: Accelerator | None, host: Incoming, limit: float, *, fixed_forms: bool
     ) -> None:
-        self.accelerator, self.host, self.limit = accelerator, host, limit
+        self.own, self.host, self.limit = accelerator, host, limit
         self.fixed_forms = fixed_forms
-        self.lanes: dict[int, Lane] = {}  # by rank
+        self.lanes: dict[int, ChannelStream] = {}  # by rank
         self.promised: dict[int, deque[Promised]] = {}  # by rank, in the order of the sends
         self.posted: dict[MessageKey, Posted] = {}
 
@@ -169,6 +174,11 @@ class DeviceIncoming:
         promised.append(Promised(key, layout, known))
         while promised and _plain(promised[0].key[1]) in promised[0].known:
             self._post(peer)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        assert self.own is not None  # a channel ends at accelerators only
+        return self.own
 
     def take(self, peer: int, key: MessageKey) -> Message:
         """Return a message, for which compute waits from here on."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.backends.processes.channels.channel import Channel
-from stageline.runtime.backends.processes.channels.device_messages import Lane
+from stageline.runtime.backends.processes.channels.device_messages import ChannelStream
 from stageline.runtime.backends.processes.channels.ordered_channel import OrderedChannel
 from stageline.runtime.backends.processes.channels.torch_channel import TorchChannel
 from stageline.runtime.backends.processes.groups import OwnedGroup, own_group
@@ -35,7 +35,7 @@ LONGEST = timedelta(days=1)
 class OpenedChannel(NamedTuple):
     """A channel that begins or ends here, and its group."""
 
-    lane: Lane
+    lane: ChannelStream
     group: OwnedGroup
 
 
@@ -54,33 +54,36 @@ def pairs_of(sends: Iterable[Action], rank_of: Callable[[int, int], int]) -> lis
 def open_channels(
     pairs: Sequence[Pair],
     lines: Sequence[Sequence[int]],
-    accelerator: Accelerator,
+    accelerator: Accelerator | None,
     connect: timedelta,
     opened: Callable[[Pair, OpenedChannel], None],
 ) -> None:
     """Open the channels of all pairs, and tell of those that begin or end here.
 
     All processes call this with the same pairs and lines: the global ranks of each pipeline.
-    `connect` is how long members of a group wait for each other.
+    `accelerator` is this process's; without one, no channel ends here. `connect` is how long
+    members of a group wait for each other.
     """
     here = dist.get_rank()
-    backend = dist.get_default_backend_for_device(accelerator.device)
+    device = "cpu" if accelerator is None else accelerator.device
+    backend = dist.get_default_backend_for_device(device)
     for pair in pairs:
         rows = [[line[rank] for rank in pair] for line in lines]
         group = own_group(rows, connect, LONGEST, backend)
         if group is not None:
+            assert accelerator is not None  # there is a channel between accelerators only
             line = next(line for line in lines if here in line)
             opened(
                 pair, OpenedChannel(_connected(pair, line.index(here), group, accelerator), group)
             )
 
 
-def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerator) -> Lane:
+def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerator) -> ChannelStream:
     """Return this rank's end of a channel, when a byte has been sent or received."""
     name = f"messages from rank {pair[0]} to rank {pair[1]}"
     other = pair[1] if rank == pair[0] else pair[0]
     channel = _channel(group.now, other, name, accelerator)
-    lane = Lane(channel, accelerator.new_stream(name))
+    lane = ChannelStream(channel, accelerator.new_stream(name))
     with accelerator.queueing_on(lane.stream):
         byte = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
         (channel.send if rank == pair[0] else channel.receive)(byte)

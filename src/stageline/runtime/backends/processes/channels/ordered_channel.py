@@ -28,7 +28,7 @@ Observe = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 Transfer = Callable[[Tensor], None]
 
 
-class QueuedOperation:
+class PendingOperation:
     """A send or a receive. State: when it was done, or why it failed."""
 
     def __init__(self, other: int) -> None:
@@ -49,15 +49,15 @@ class OrderedChannel:
         """Connect to the rank `other` of the pipeline."""
         self.group, self.other, self.name, self.observe = group, other, name, observe
         self.peer = 1 - dist.get_rank(group)
-        self.queue: SimpleQueue[tuple[QueuedOperation, Transfer, Tensor] | None] = SimpleQueue()
+        self.queue: SimpleQueue[tuple[PendingOperation, Transfer, Tensor] | None] = SimpleQueue()
         self.thread = Thread(target=self._run, name="stageline-channel", daemon=True)
         self.thread.start()
 
-    def send(self, tensor: Tensor) -> QueuedOperation:
+    def send(self, tensor: Tensor) -> PendingOperation:
         self.observe("a send", [tensor], [])
         return self._issued(self._send, tensor)
 
-    def receive(self, tensor: Tensor) -> QueuedOperation:
+    def receive(self, tensor: Tensor) -> PendingOperation:
         self.observe("a receive", [], [tensor])
         return self._issued(self._receive, tensor)
 
@@ -68,8 +68,8 @@ class OrderedChannel:
     def pause(self, number: int) -> None:
         """Begin an operation at once, in the channel's thread; tests wait here."""
 
-    def _issued(self, transfer: Transfer, tensor: Tensor) -> QueuedOperation:
-        operation = QueuedOperation(self.other)
+    def _issued(self, transfer: Transfer, tensor: Tensor) -> PendingOperation:
+        operation = PendingOperation(self.other)
         self.queue.put((operation, transfer, tensor))
         return operation
 

@@ -35,18 +35,19 @@ class RankChannels:
         self,
         connection: Connection,
         accelerators: Sequence[Accelerator | None],
-        own: Accelerator,
         host: Incoming,
         *,
         fixed_forms: bool,
     ) -> None:
-        self.connection, self.own = connection, own
+        self.connection, self.own = connection, accelerators[connection.rank]
         self.kinds = [None if each is None else each.device.type for each in accelerators]
         self.pairs: set[Pair] = set()
         self.loops: WeakSet[Loop] = WeakSet()
         limit = connection.limit
-        self.outgoing = DeviceOutgoing(own, connection.outgoing, limit, fixed_forms=fixed_forms)
-        self.incoming = DeviceIncoming(own, host, limit, fixed_forms=fixed_forms)
+        self.outgoing = DeviceOutgoing(
+            self.own, connection.outgoing, limit, fixed_forms=fixed_forms
+        )
+        self.incoming = DeviceIncoming(self.own, host, limit, fixed_forms=fixed_forms)
 
     def connect(self, loop: Loop) -> None:
         """Open the channels of a loop that are not open yet; all processes call this."""

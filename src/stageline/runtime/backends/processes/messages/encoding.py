@@ -171,7 +171,8 @@ class _TensorBytes:
             raw = torch.frombuffer(bytearray(self.rest[:size]), dtype=torch.uint8)
             found.as_strided((count,), (1,)).view(torch.uint8).copy_(raw)
         self.rest = self.rest[size:]
-        moved = found if device == "cpu" else found.to(torch.device(device))
+        # a device has a number in each process; here the current one of its kind is meant
+        moved = found if device == "cpu" else found.to(torch.device(device).type)
         return moved.requires_grad_(needs_gradient)
 
 

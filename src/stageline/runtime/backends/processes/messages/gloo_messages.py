@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stageline.runtime.backends.processes.exchange import bytes_to_tensor
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.encoding import decode
+from stageline.runtime.backends.processes.messages.encoding import LENGTH, decode
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
 from stageline.runtime.backends.processes.messages.message_parts import (
     RankLost,
@@ -84,11 +84,11 @@ class Incoming:
 
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for bytes that a rank sends, the first of those that were not received yet."""
-        length = torch.empty(1, dtype=torch.int64)
-        self._receive(length, peer)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._receive(data, peer)
-        return data.numpy().tobytes()
+        length = bytearray(LENGTH)
+        self._receive(torch.frombuffer(length, dtype=torch.uint8), peer)
+        data = bytearray(int.from_bytes(length, "little"))
+        self._receive(torch.frombuffer(data, dtype=torch.uint8), peer)
+        return bytes(data)
 
     def _receive(self, buffer: Tensor, peer: int) -> None:
         self._wait(self._posted(buffer, peer, UNKNOWN), peer)
@@ -130,8 +130,8 @@ class Outgoing:
         self._post(peer, layout.packing.pack(tensors, aliased), tag)
 
     def send_bytes(self, peer: int, data: bytes) -> None:
-        self._post(peer, torch.tensor([len(data)]), UNKNOWN)
-        self._post(peer, bytes_to_tensor(data), UNKNOWN)
+        for part in (len(data).to_bytes(LENGTH, "little"), data):
+            self._post(peer, bytes_to_tensor(part), UNKNOWN)
 
     def flush(self, beyond: int = 0) -> None:
         """Hand new messages to the thread, if they take more than so many bytes."""
