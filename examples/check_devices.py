@@ -265,13 +265,15 @@ def waits(world: World) -> Findings:
     """Count how often the host waits for a device within a step."""
     world.status.update("a step, in which the host should not wait")
     (batch,) = world.training.batches(TINY, 1)
-    with world.training.pipeline(TINY, "1f1b") as pipe:
+    with world.training.pipeline(TINY, "1f1b", check_streams=world.kind == "cpu") as pipe:
         for _ in range(2):
             pipe.step(*batch)
         world.synchronize()
         places = host_waits(lambda: pipe.step(*batch))
     verdict, text = Verdict.OK, "none"
-    if places is None:
+    if places is None and world.kind == "cpu":
+        text = "none in Stageline's own code, as simulated devices would refuse it"
+    elif places is None:
         verdict, text = Verdict.SKIPPED, "torch sees them on CUDA only"
     elif places:
         verdict, text = Verdict.FAILED, f"{len(places)}, the first at {places[0]}"

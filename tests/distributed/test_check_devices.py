@@ -135,7 +135,7 @@ def test_what_raises_is_reported_and_the_other_checks_go_on(
     assert found["Messages between ranks"] == {"stopped by an error": "failed"}
     assert found["Failure of a rank"] == {"a layer raises": "ok"}
     output = capsys.readouterr().out
-    assert "Something is wrong here: 1 failed, 1 ok, 2 skipped." in output
+    assert "Something is wrong here: 1 failed, 2 ok, 1 skipped." in output
     assert "RuntimeError: an illegal memory access" in output
     assert "Traceback" in report.read_text()
 
