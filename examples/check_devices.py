@@ -55,7 +55,7 @@ ROUNDING = 1e-3  # a difference from the plain loop that may come from the order
 PROMPT = 10.0  # seconds in which all ranks have to stop after one has failed
 MESSAGES = 20  # at a time, to see whether they overlap with products
 TINY, OF_CPU, OF_DEVICE = Sizes(32, 2, 8, 1), Sizes(128, 4, 32, 2), Sizes(1536, 16, 512, 4)
-QUICK = ("1f1b", "zbv", "pipedream")
+QUICK = ("zbv", "pipedream")
 
 
 class Verdict(StrEnum):
