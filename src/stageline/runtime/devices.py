@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from stageline.errors import ModelError
+from stageline.model.device_settings import with_index
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.accelerators.simulation import Simulation
@@ -43,19 +44,13 @@ def accelerators_of(
     by_device: dict[object, Accelerator] = {}
     simulation = Simulation() if simulated else None
     found = []
-    for rank, device in enumerate(map(_numbered, devices)):
+    for rank, given in enumerate(devices):
+        device = None if given is None else with_index(given)
         key = rank if device is None else device
         if key not in by_device and (own := _accelerator(rank, device, simulation)):
             by_device[key] = own
         found.append(by_device.get(key))
     return tuple(found)
-
-
-def _numbered(device: torch.device | None) -> torch.device | None:
-    """Return a device with its number: without one it is the current one of its kind."""
-    if device is None or device.type == "cpu" or str(device) != device.type:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _accelerator(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from stageline.runtime.accelerators.measured_devices import (
     device_memory,
     device_name,
     device_of,
+    host_waits,
     peak_bytes,
     timed,
 )
@@ -103,3 +105,21 @@ def test_ranks_with_a_device_each_are_not_profiled_at_the_same_time(
     monkeypatch.setattr(ProfiledModel, "device", XPU)
     with pytest.raises(PlanError, match=r"ranks is 2, but the model is on xpu:1, and .*omit ranks"):
         profile([nn.Linear(1, 1)], torch.ones(2, 1), ranks=2)
+
+
+def test_waits_of_the_host_are_the_lines_that_torch_warns_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes: list[str] = []
+
+    def step() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert host_waits(lambda: None) is None  # without CUDA nobody knows
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    (place,) = host_waits(step) or []
+    assert place.startswith(__file__)
+    assert modes == ["warn", "default"]
+    assert host_waits(lambda: None) == []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stageline.model.layers import Value
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.backends.processes.channels.device_messages import Lane
+from stageline.runtime.backends.processes.channels.device_messages import ChannelStream
 from stageline.runtime.backends.processes.channels.open_channels import (
     OpenedChannel,
     Pair,
@@ -83,12 +83,12 @@ class DeviceWays(NamedTuple):
     """Messages between devices, over a channel for each direction."""
 
     accelerator: Accelerator
-    lanes: Mapping[Pair, Lane]  # that begin or end here
+    ends: Mapping[Pair, ChannelStream]  # that begin or end here
     limit: float  # seconds, where the host has to wait for a channel
 
     def round_trips(self, num_bytes: int, rank: int, pair: Pair, count: int) -> list[float]:
         accelerator = self.accelerator
-        there, back = self.lanes[pair], self.lanes[pair[1], pair[0]]
+        there, back = self.ends[pair], self.ends[pair[1], pair[0]]
         is_first = rank == pair[0]
         halves = (
             (there, there.channel.send if is_first else there.channel.receive),
@@ -98,8 +98,8 @@ class DeviceWays(NamedTuple):
         ready, trips = accelerator.record_event(), []
         for _ in range(count):
             times = []
-            for lane, operation in halves:
-                with accelerator.queueing_on(lane.stream):
+            for end, operation in halves:
+                with accelerator.queueing_on(end.stream):
                     accelerator.wait_event(ready)
                     times.append(accelerator.record_time())
                     operation(tensor).wait(self.limit)
@@ -128,8 +128,8 @@ def open_ways(
     opened: dict[Pair, OpenedChannel] = {}
     with accelerator.rank_thread():
         open_channels(directions, [list(ranks)], accelerator, TIMEOUT, opened.__setitem__)
-        lanes = {pair: each.lane for pair, each in opened.items()}
-        yield DeviceWays(accelerator, lanes, limit)
+        ends = {pair: each.lane for pair, each in opened.items()}
+        yield DeviceWays(accelerator, ends, limit)
         for each in opened.values():
             each.lane.channel.close()
             each.group.close()

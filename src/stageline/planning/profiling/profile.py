@@ -70,8 +70,7 @@ def profile(
     With a `loss_fn`, the loss is part of the last layer. `sizes` are numbers of samples per
     micro-batch, by default a quarter, a half and all of the example; for larger ones the example is
     repeated. If several `ranks` will share the cores of this machine, as many run concurrently, on
-    copies of the model. On an accelerator times are those between its events. The model itself is
-    left unchanged.
+    copies of the model. An accelerator is timed by its events. The model itself is left unchanged.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> found = profile(model, torch.ones(8, 4))

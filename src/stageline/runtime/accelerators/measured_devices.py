@@ -5,6 +5,7 @@ This has not run on hardware.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor
 from stageline.runtime.accelerators.torch_accelerator import TorchAccelerator
 
 T = TypeVar("T")
+WAITED = "synchronizing CUDA operation"  # torch's words
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
@@ -44,6 +46,25 @@ def timed(work: Callable[[], T], device: torch.device | None) -> tuple[T, float]
     end = accelerator.record_time()
     accelerator.synchronize()
     return result, accelerator.seconds_between(begin, end)
+
+
+def host_waits(step: Callable[[], object]) -> list[str] | None:
+    """Return the lines of code in which torch waited for a device; None without CUDA.
+
+    Only waits within operators are seen, such as that of `Tensor.item`.
+    """
+    is_seen = torch.cuda.is_available()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_seen:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            if is_seen:
+                torch.cuda.set_sync_debug_mode("default")
+    found = [f"{each.filename}:{each.lineno}" for each in caught if WAITED in str(each.message)]
+    return found if is_seen else None
 
 
 def peak_bytes(devices: Iterable[torch.device]) -> int | None:
