@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def model(mesh: DeviceMesh | None = None, **sharding: Any) -> nn.Sequential:
-    """Two layers are not sharded: their gradients are summed by the pipeline."""
+    """Some layers are not sharded: their gradients are summed by the pipeline."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(4)]
     made = nn.Sequential(nn.Embedding(11, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 11))
@@ -185,6 +185,67 @@ def checkpoints(mesh: DeviceMesh) -> None:
     print("checkpoints equal")
 
 
+def other_ways(mesh: DeviceMesh) -> None:
+    """Evaluate first, in inference mode; train by a loss outside; let the pipeline step; bf16."""
+    part, x, y = own_part(mesh), *batch(0)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+
+    plain = model()
+    made = model(mesh)
+    parameters = list(made.parameters())
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        pipe.eval()
+        with torch.inference_mode():
+            output = pipe(x[part])
+        torch.testing.assert_close(output, plain(x[part]).detach())
+        assert all(a is b for a, b in zip(parameters, made.parameters(), strict=True))
+        pipe.train()
+        (loss_of(pipe(x[part]), y[part]) / 2).backward()  # type: ignore[no-untyped-call]
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        assert_close(gradients(pipe), plain_gradients(plain), "a loss outside")
+        pipe.step(x[part], y[part])
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        assert_close(gradients(pipe), plain_gradients(plain), "a step after it")
+
+    found = []
+    for runs in (False, True):
+        make: Any = lambda weights: AdamW(weights, 1e-2)  # noqa: E731
+        clipped = grouped(options | {"max_norm": 0.5})
+        with sl.Pipeline(model(mesh), loss_of, optimizer_fn=make, **clipped) as pipe:
+            batches = [[tensor[part] for tensor in batch(number)] for number in range(3)]
+            results = pipe.run(batches) if runs else (pipe.step(*each) for each in batches)
+            assert not any(result.skipped for result in results)
+            state = {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
+            found.append(state)
+    assert_close(*found, "run and step")  # type: ignore[call-arg]  # two
+
+    types = (torch.bfloat16, torch.float32, torch.float32)  # of weights, their sums, and outputs
+    policy = MixedPrecisionPolicy(*types)
+    made, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for layer in made:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        optimizer = AdamW(pipe.parameters(), 1e-2)
+        losses = []
+        for _ in range(5):
+            losses.append(float(pipe.step(x[part], y[part], scaler=scaler).loss))
+            pipe.unscale_(scaler, optimizer)
+            assert 0.0 < float(pipe.clip_grad_norm_(1.0)) < 100.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0] - 0.1, losses
+    print("other ways equal")
+
+
+def gradients(pipe: sl.Pipeline) -> dict[str, Tensor]:
+    return {n: whole(p.grad) for n, p in pipe.named_parameters() if p.grad is not None}
+
+
+def plain_gradients(network: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
+
+
 def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what all processes have."""
     found: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
@@ -196,7 +257,8 @@ def main(what: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    {"schedules": schedules, "checkpoints": checkpoints}[what](mesh)
+    tasks = {"schedules": schedules, "checkpoints": checkpoints, "other": other_ways}
+    tasks[what](mesh)
     dist.destroy_process_group()
 
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
 from stageline.runtime.exactness.gradient_types import gradient_type, with_another_gradient_type
+from stageline.runtime.optimizers.clipping import gradient_norm, total_norm
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
 from stageline.torch_private import mark_as_stepped
@@ -202,8 +203,7 @@ class StageOptimizers:
         if own is None:
             return Update(is_skipped=False, norm=0.0)
         parameters = own.parameters
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = float(get_total_norm(gradients)) if gradients else 0.0
+        norm = _gradient_norm(parameters)
         is_finite = math.isfinite(norm)
         if is_finite:
             before = [p.data if depth else p.data.clone() for p in parameters if self.measures]
@@ -263,6 +263,13 @@ class StageOptimizers:
                 )
 
         return register_optimizer_step_pre_hook(refuse).remove
+
+
+def _gradient_norm(parameters: list[nn.Parameter]) -> float:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(hasattr(gradient, "full_tensor") for gradient in gradients):  # torch takes no mixture
+        return float(total_norm([gradient_norm(gradient) for gradient in gradients]))
+    return float(get_total_norm(gradients)) if gradients else 0.0
 
 
 def _cannot_step(optimizer: Optimizer, weight: Tensor, error: RuntimeError) -> ModelError:
