@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -111,26 +114,36 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
         )
 
 
-def schedules(mesh: DeviceMesh) -> None:
+SCHEDULES = (  # with what is recomputed, and whether weights are dropped after a forward
+    ("1f1b", "always", None),
+    ("interleaved_1f1b", "except_last", True),
+    ("zb_h1", "never", True),
+)
+MORE_SCHEDULES = (
+    ("gpipe", "never", True),
+    ("1f1b", "never", True),
+    ("zbv", "always", None),
+    ("dualpipe_v", "never", True),
+    ("hanayo", "except_last", None),
+    ("looped_bfs", "always", True),
+)
+
+
+def schedules(mesh: DeviceMesh, cases: Iterable[tuple[str, str, bool | None]] = SCHEDULES) -> None:
     wanted, expected = plainly(4)
     part = own_part(mesh)
-    for schedule, recompute, reshards in (
-        ("gpipe", "never", True),
-        ("1f1b", "always", None),
-        ("1f1b", "never", True),
-        ("interleaved_1f1b", "except_last", True),
-        ("zb_h1", "never", None),
-        ("zbv", "always", True),
-    ):
+    for schedule, recompute, reshards in cases:
         options = {"num_microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
         made = model(mesh, reshard_after_forward=reshards)
         pipe = sl.Pipeline(made, loss_of, num_ranks=2, mesh=mesh, **grouped(options))
         found, told = trained(pipe, part, 4)
-        what = f"{schedule} {recompute} {reshards}"
-        assert_close(found, wanted, what)
+        assert_close(found, wanted, f"{schedule} {recompute} {reshards}")
         torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
+        in_shards: list[Any] = [p for p in pipe.parameters() if hasattr(p, "to_local")]
+        assert in_shards
+        assert all(weight.to_local().numel() < weight.numel() for weight in in_shards)
         pipe.close()
-        print(what, "equal but for rounding")
+    print("all equal but for rounding")
 
 
 def checkpoints(mesh: DeviceMesh) -> None:
@@ -212,12 +225,13 @@ def other_ways(mesh: DeviceMesh) -> None:
         make: Any = lambda weights: AdamW(weights, 1e-2)  # noqa: E731
         clipped = grouped(options | {"max_norm": 0.5})
         with sl.Pipeline(model(mesh), loss_of, optimizer_fn=make, **clipped) as pipe:
-            batches = [[tensor[part] for tensor in batch(number)] for number in range(3)]
+            pairs = [batch(number) for number in range(3)]
+            batches = [(inputs[part], target[part]) for inputs, target in pairs]
             results = pipe.run(batches) if runs else (pipe.step(*each) for each in batches)
             assert not any(result.skipped for result in results)
             state = {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
             found.append(state)
-    assert_close(*found, "run and step")  # type: ignore[call-arg]  # two
+    assert_close(found[0], found[1], "run and step")
 
     types = (torch.bfloat16, torch.float32, torch.float32)  # of weights, their sums, and outputs
     policy = MixedPrecisionPolicy(*types)
@@ -236,6 +250,78 @@ def other_ways(mesh: DeviceMesh) -> None:
             optimizer.zero_grad()
         assert losses[-1] < losses[0] - 0.1, losses
     print("other ways equal")
+
+
+class Custom(nn.Module):
+    """A model whose forward would be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x)))
+        return found
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    part, x, y = own_part(mesh), *batch(0)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+
+    def refused(made: Any, text: str, **others: Any) -> None:
+        with pytest.raises(sl.ModelError, match=text):
+            sl.Pipeline(made, loss_of, **grouped(options | others))
+
+    over_all = init_device_mesh("cpu", (4,))
+    made = model()
+    fully_shard(made[1], mesh=over_all)
+    ranks = r"ranks \[0, 1, 2, 3\], but the replicas of its stage are ranks"
+    refused(made, f"'1.up.weight' is sharded over {ranks}")
+    make: Any = lambda weights: AdamW(weights, 1e-2)  # noqa: E731
+    refused(model(mesh), "older versions", schedule="pipedream", optimizer_fn=make)
+    tied = model()
+    tied[6].weight = tied[0].weight
+    for layer in (tied[0], tied[6]):
+        fully_shard(layer, mesh=mesh["dp"])
+    refused(tied, "layers '0' and '6' share a weight")
+    in_bf16 = model().bfloat16()
+    fully_shard(in_bf16[1], mesh=mesh["dp"])
+    refused(in_bf16, "reduce_dtype=torch.float32", accumulate="float32")
+    custom = Custom()
+    fully_shard(custom.first, mesh=mesh["dp"])
+    refused(custom, "'first' is sharded .* an nn.Sequential", example_inputs=torch.ones(8, 8))
+    around = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh["dp"])
+    refused(around, "'FSDPSequential' is sharded", example_inputs=torch.ones(8, 8))
+
+    with sl.Pipeline(model(mesh), loss_of, **options) as pipe:
+        with pytest.raises(sl.ModelError, match="verify needs the whole model"):
+            pipe.verify(x[part], y[part])
+        few = 2 if mesh.get_local_rank("dp") else 8
+        with pytest.raises(sl.BatchError, match=r"batches of \[4, 2\] micro-batches"):
+            pipe.step(x[:few], y[:few])
+        scaler, optimizer = torch.amp.GradScaler("cpu"), AdamW(pipe.parameters(), 1e-2)
+        pipe.step(x[part], y[part], scaler=scaler)
+        if any(not hasattr(p, "to_local") for p in pipe.parameters()):
+            with pytest.raises(sl.ModelError, match="make an optimizer for each sort"):
+                pipe.unscale_(scaler, optimizer)
+    deferred(mesh)
+    print("refused, and the same weights")
+
+
+def deferred(mesh: DeviceMesh) -> None:
+    """Weights of a model on the meta device have the numbers that they have without shards."""
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+    with torch.device("meta"):
+        whole_model = model()
+        made = model(mesh)
+    with sl.Pipeline(whole_model, loss_of, **options) as pipe:
+        wanted = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        found = {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+        part, x, y = own_part(mesh), *batch(0)
+        assert float(pipe.step(x[part], y[part]).loss) > 0
+        assert all(p.grad is not None for p in pipe.parameters())
 
 
 def gradients(pipe: sl.Pipeline) -> dict[str, Tensor]:
@@ -258,6 +344,7 @@ def main(what: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     tasks = {"schedules": schedules, "checkpoints": checkpoints, "other": other_ways}
+    tasks |= {"refusals": refusals, "more_schedules": partial(schedules, cases=MORE_SCHEDULES)}
     tasks[what](mesh)
     dist.destroy_process_group()
 
