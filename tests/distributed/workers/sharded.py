@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
@@ -35,7 +38,7 @@ class Block(nn.Module):
 
 
 def model(mesh: DeviceMesh | None = None, **sharding: Any) -> nn.Sequential:
-    """Two layers are not sharded: their gradients are summed by the pipeline."""
+    """Some layers are not sharded: their gradients are summed by the pipeline."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(4)]
     made = nn.Sequential(nn.Embedding(11, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 11))
@@ -111,26 +114,36 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
         )
 
 
-def schedules(mesh: DeviceMesh) -> None:
+SCHEDULES = (  # with what is recomputed, and whether weights are dropped after a forward
+    ("1f1b", "always", None),
+    ("interleaved_1f1b", "except_last", True),
+    ("zb_h1", "never", True),
+)
+MORE_SCHEDULES = (
+    ("gpipe", "never", True),
+    ("1f1b", "never", True),
+    ("zbv", "always", None),
+    ("dualpipe_v", "never", True),
+    ("hanayo", "except_last", None),
+    ("looped_bfs", "always", True),
+)
+
+
+def schedules(mesh: DeviceMesh, cases: Iterable[tuple[str, str, bool | None]] = SCHEDULES) -> None:
     wanted, expected = plainly(4)
     part = own_part(mesh)
-    for schedule, recompute, reshards in (
-        ("gpipe", "never", True),
-        ("1f1b", "always", None),
-        ("1f1b", "never", True),
-        ("interleaved_1f1b", "except_last", True),
-        ("zb_h1", "never", None),
-        ("zbv", "always", True),
-    ):
+    for schedule, recompute, reshards in cases:
         options = {"num_microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
         made = model(mesh, reshard_after_forward=reshards)
         pipe = sl.Pipeline(made, loss_of, num_ranks=2, mesh=mesh, **grouped(options))
         found, told = trained(pipe, part, 4)
-        what = f"{schedule} {recompute} {reshards}"
-        assert_close(found, wanted, what)
+        assert_close(found, wanted, f"{schedule} {recompute} {reshards}")
         torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
+        in_shards: list[Any] = [p for p in pipe.parameters() if hasattr(p, "to_local")]
+        assert in_shards
+        assert all(weight.to_local().numel() < weight.numel() for weight in in_shards)
         pipe.close()
-        print(what, "equal but for rounding")
+    print("all equal but for rounding")
 
 
 def checkpoints(mesh: DeviceMesh) -> None:
@@ -185,6 +198,140 @@ def checkpoints(mesh: DeviceMesh) -> None:
     print("checkpoints equal")
 
 
+def other_ways(mesh: DeviceMesh) -> None:
+    """Evaluate first, in inference mode; train by a loss outside; let the pipeline step; bf16."""
+    part, x, y = own_part(mesh), *batch(0)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+
+    plain = model()
+    made = model(mesh)
+    parameters = list(made.parameters())
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        pipe.eval()
+        with torch.inference_mode():
+            output = pipe(x[part])
+        torch.testing.assert_close(output, plain(x[part]).detach())
+        assert all(a is b for a, b in zip(parameters, made.parameters(), strict=True))
+        pipe.train()
+        (loss_of(pipe(x[part]), y[part]) / 2).backward()  # type: ignore[no-untyped-call]
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        assert_close(gradients(pipe), plain_gradients(plain), "a loss outside")
+        pipe.step(x[part], y[part])
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        assert_close(gradients(pipe), plain_gradients(plain), "a step after it")
+
+    found = []
+    for runs in (False, True):
+        make: Any = lambda weights: AdamW(weights, 1e-2)  # noqa: E731
+        clipped = grouped(options | {"max_norm": 0.5})
+        with sl.Pipeline(model(mesh), loss_of, optimizer_fn=make, **clipped) as pipe:
+            pairs = [batch(number) for number in range(3)]
+            batches = [(inputs[part], target[part]) for inputs, target in pairs]
+            results = pipe.run(batches) if runs else (pipe.step(*each) for each in batches)
+            assert not any(result.skipped for result in results)
+            state = {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
+            found.append(state)
+    assert_close(found[0], found[1], "run and step")
+
+    types = (torch.bfloat16, torch.float32, torch.float32)  # of weights, their sums, and outputs
+    policy = MixedPrecisionPolicy(*types)
+    made, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for layer in made:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        optimizer = AdamW(pipe.parameters(), 1e-2)
+        losses = []
+        for _ in range(5):
+            losses.append(float(pipe.step(x[part], y[part], scaler=scaler).loss))
+            pipe.unscale_(scaler, optimizer)
+            assert 0.0 < float(pipe.clip_grad_norm_(1.0)) < 100.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0] - 0.1, losses
+    print("other ways equal")
+
+
+class Custom(nn.Module):
+    """A model whose forward would be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x)))
+        return found
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    part, x, y = own_part(mesh), *batch(0)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+
+    def refused(made: Any, text: str, **others: Any) -> None:
+        with pytest.raises(sl.ModelError, match=text):
+            sl.Pipeline(made, loss_of, **grouped(options | others))
+
+    over_all = init_device_mesh("cpu", (4,))
+    made = model()
+    fully_shard(made[1], mesh=over_all)
+    ranks = r"ranks \[0, 1, 2, 3\], but the replicas of its stage are ranks"
+    refused(made, f"'1.up.weight' is sharded over {ranks}")
+    make: Any = lambda weights: AdamW(weights, 1e-2)  # noqa: E731
+    refused(model(mesh), "older versions", schedule="pipedream", optimizer_fn=make)
+    tied = model()
+    tied[6].weight = tied[0].weight
+    for layer in (tied[0], tied[6]):
+        fully_shard(layer, mesh=mesh["dp"])
+    refused(tied, "layers '0' and '6' share a weight")
+    in_bf16 = model().bfloat16()
+    fully_shard(in_bf16[1], mesh=mesh["dp"])
+    refused(in_bf16, "reduce_dtype=torch.float32", accumulate="float32")
+    custom = Custom()
+    fully_shard(custom.first, mesh=mesh["dp"])
+    refused(custom, "'first' is sharded .* an nn.Sequential", example_inputs=torch.ones(8, 8))
+    around = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh["dp"])
+    refused(around, "'FSDPSequential' is sharded", example_inputs=torch.ones(8, 8))
+
+    with sl.Pipeline(model(mesh), loss_of, **options) as pipe:
+        with pytest.raises(sl.ModelError, match="verify needs the whole model"):
+            pipe.verify(x[part], y[part])
+        few = 2 if mesh.get_local_rank("dp") else 8
+        with pytest.raises(sl.BatchError, match=r"batches of \[4, 2\] micro-batches"):
+            pipe.step(x[:few], y[:few])
+        scaler, optimizer = torch.amp.GradScaler("cpu"), AdamW(pipe.parameters(), 1e-2)
+        pipe.step(x[part], y[part], scaler=scaler)
+        if any(not hasattr(p, "to_local") for p in pipe.parameters()):
+            with pytest.raises(sl.ModelError, match="make an optimizer for each sort"):
+                pipe.unscale_(scaler, optimizer)
+    deferred(mesh)
+    print("refused, and the same weights")
+
+
+def deferred(mesh: DeviceMesh) -> None:
+    """Weights of a model on the meta device have the numbers that they have without shards."""
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "mesh": mesh}
+    with torch.device("meta"):
+        whole_model = model()
+        made = model(mesh)
+    with sl.Pipeline(whole_model, loss_of, **options) as pipe:
+        wanted = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with sl.Pipeline(made, loss_of, **options) as pipe:
+        found = {name: whole(tensor) for name, tensor in pipe.state_dict().items()}
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+        part, x, y = own_part(mesh), *batch(0)
+        assert float(pipe.step(x[part], y[part]).loss) > 0
+        assert all(p.grad is not None for p in pipe.parameters())
+
+
+def gradients(pipe: sl.Pipeline) -> dict[str, Tensor]:
+    return {n: whole(p.grad) for n, p in pipe.named_parameters() if p.grad is not None}
+
+
+def plain_gradients(network: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
+
+
 def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what all processes have."""
     found: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
@@ -196,7 +343,9 @@ def main(what: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    {"schedules": schedules, "checkpoints": checkpoints}[what](mesh)
+    tasks = {"schedules": schedules, "checkpoints": checkpoints, "other": other_ways}
+    tasks |= {"refusals": refusals, "more_schedules": partial(schedules, cases=MORE_SCHEDULES)}
+    tasks[what](mesh)
     dist.destroy_process_group()
 
 

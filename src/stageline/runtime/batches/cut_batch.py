@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,7 +85,10 @@ def _minibatch(session: Session, given: dict[str, Any], sizes: list[int]) -> Min
 def _of_parts(session: Session, parts: Sequence[Mapping[str, Any]]) -> MiniBatch:
     assembly = session.assembly
     first = assembly.collectives.replica * assembly.layout.schedule.num_microbatches
-    return MiniBatch([*parts], session.seed, session.num_steps, first, ForwardContext.current())
+    context = ForwardContext.current()
+    if assembly.sharded is not None:  # or the weights that are gathered could not be trained after
+        context = replace(context, is_inference=False)
+    return MiniBatch([*parts], session.seed, session.num_steps, first, context)
 
 
 def _sizes(session: Session, *batches: Any) -> list[int]:

@@ -48,10 +48,13 @@ def scale_of_step(session: Session, scaler: torch.amp.GradScaler | None) -> Tens
 def unscale(session: Session, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Divide gradients by the scale; if one of any process is not finite, let all of them know."""
     check_type("scaler", scaler, torch.amp.GradScaler, HINT, ModelError)
+    if not scaler.is_enabled():
+        return
+    _check_mixture(optimizer)
     scaler.unscale_(optimizer)
     session.has_scaled_gradients = False
     collectives = session.assembly.collectives
-    if not scaler.is_enabled() or collectives.size(Group.EVERYONE) == 1:
+    if collectives.size(Group.EVERYONE) == 1:
         return
     own = found_infs(scaler, optimizer)
     largest = torch.zeros(1)
@@ -63,6 +66,17 @@ def unscale(session: Session, scaler: torch.amp.GradScaler, optimizer: Optimizer
         found.copy_(everywhere)
     if not own:  # no gradients here, but this process's scale has to change as all others do
         own[everywhere.device] = everywhere
+
+
+def _check_mixture(optimizer: Optimizer) -> None:
+    """Raise ModelError if the optimizer has whole weights beside some in shards: torch would."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if len({hasattr(weight, "to_local") for weight in weights}) > 1:
+        raise ModelError(
+            "the optimizer has weights in shards and whole ones, but a GradScaler cannot unscale "
+            "them together: make an optimizer for each sort, and call unscale_ and scaler.step "
+            "with both"
+        )
 
 
 def _warn_of_own_unscaling(session: Session) -> None:

@@ -23,7 +23,11 @@ from stageline.runtime.exactness.gradient_types import has_fewer_bits
 from stageline.runtime.placement.checks import is_asynchronous
 from stageline.runtime.placement.layout import Layout
 from stageline.schedules.schedule import Schedule
-from stageline.torch_private_training import is_sharded_module, reduce_sharded_gradients
+from stageline.torch_private_training import (
+    is_sharded_module,
+    reduce_sharded_gradients,
+    sharded_origins,
+)
 
 USAGE = "call fully_shard(layer, mesh=mesh['dp']) with the mesh that Pipeline is given"
 
@@ -42,7 +46,7 @@ class ShardedLayers:
         self.weights = {
             weight for layer in layout.layers for weight in sharded_weights(layer.module).values()
         }
-        for module in self._modules:
+        for module in self.modules:
             # losses are weighted so that gradients are summed; gloo cannot do anything else
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
@@ -56,12 +60,12 @@ class ShardedLayers:
         return ShardedLayers(layout, collectives)
 
     @property
-    def _modules(self) -> list[Any]:
+    def modules(self) -> list[Any]:
         return [module for modules in self.by_stage for module in modules]
 
     def begin(self) -> None:
         """Let backwards add to gradients of whole weights, and reduce none."""
-        for module in self._modules:
+        for module in self.modules:
             module.reshard()
             _set_reducing(module, is_reducing=False)
 
@@ -87,7 +91,7 @@ class ShardedLayers:
 
     def end(self) -> None:
         """Drop whole weights that are still there, so that parameters are those of optimizers."""
-        for module in self._modules:
+        for module in self.modules:
             module.reshard()
             _set_reducing(module, is_reducing=True)
 
@@ -156,16 +160,18 @@ def _check(layout: Layout, collectives: Collectives) -> None:
     for layer in layout.layers:
         for name, weight in sharded_weights(layer.module).items():
             _check_mesh(layer, name, weight, replicas)
-    for weight, numbers in layout.tied.items():
-        if hasattr(weight, "to_local") and any(
-            weight in sharded_weights(layout.layers.layers[number].module).values()
-            for number in numbers
-        ):
-            names = [layout.layers.layers[number].name for number in numbers]
-            raise ModelError(
-                f"layers {' and '.join(map(repr, names))} share a weight, but fully_shard gives "
-                "each layer a gathered weight of its own: omit fully_shard for these layers"
-            )
+    _check_untied(layout.layers)
+
+
+def _check_untied(layers: LayerSequence) -> None:
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for origin in sharded_origins(layer.module):
+            if (first := owners.setdefault(origin, layer.name)) != layer.name:
+                raise ModelError(
+                    f"layers {first!r} and {layer.name!r} share a weight, but fully_shard has made "
+                    "two weights of it: call fully_shard for none of these layers"
+                )
 
 
 def _check_mesh(layer: Layer, name: str, weight: Any, replicas: list[int]) -> None:

@@ -58,8 +58,9 @@ class ForwardContext:
 
     def enter(self, stack: ExitStack, *, grad: bool) -> None:
         """Enter the context in any thread, with or without recording a graph."""
-        if self.is_inference and not grad and not torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode())
+        is_inference = self.is_inference and not grad
+        if torch.is_inference_mode_enabled() != is_inference:
+            stack.enter_context(torch.inference_mode(is_inference))
         if torch.is_grad_enabled() != grad:
             stack.enter_context(torch.set_grad_enabled(grad))
         if grad and self.hooks is not None and saved_tensor_hooks() != self.hooks:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stageline.errors import ModelError
 
 EXACT, FUSED = "exact", "fused"
+FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of norms, losses
 
 
 def accumulation_type(accumulate: object) -> torch.dtype | None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
-from stageline.runtime.batches.result import LOSS_TYPES
 from stageline.runtime.engine.replicas import local
+from stageline.runtime.exactness.gradient_types import FLOATING_TYPES
 from stageline.runtime.placement.layout import Layout
 
 Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the model
@@ -47,14 +47,14 @@ def norm_table(own: Mapping[int, Tensor], count: int, device: torch.device | Non
     """
     table = torch.zeros(2, count, dtype=torch.float64, device=device)
     for number, norm in own.items():
-        table[0, number], table[1, number] = norm, 1.0 + LOSS_TYPES.index(norm.dtype)
+        table[0, number], table[1, number] = norm, 1.0 + FLOATING_TYPES.index(norm.dtype)
     return table
 
 
 def norms_of(table: Tensor) -> Norms:
     """Return the norms of a summed table, each in its own type."""
     rows = enumerate(zip(table[0], table[1].tolist(), strict=True))
-    return {number: norm.to(LOSS_TYPES[int(kind) - 1]) for number, (norm, kind) in rows if kind}
+    return {number: norm.to(FLOATING_TYPES[int(kind) - 1]) for number, (norm, kind) in rows if kind}
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

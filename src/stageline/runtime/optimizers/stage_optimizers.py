@@ -23,8 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
-from stageline.runtime.exactness.gradient_types import gradient_type, with_another_gradient_type
 from stageline.runtime.accelerators.host_waits import HostRead, read_on_host
+from stageline.runtime.exactness.gradient_types import gradient_type, with_another_gradient_type
+from stageline.runtime.optimizers.clipping import gradient_norm, total_norm
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
 from stageline.torch_private import mark_as_stepped
@@ -208,8 +209,7 @@ class StageOptimizers:
         self.prepare(stage)
         own = self.own[stage]
         parameters = own.parameters if own is not None else []
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = get_total_norm(gradients) if gradients else torch.tensor(0.0)
+        norm = _gradient_norm(parameters)
         decisive = norm if total is None else total
         is_finite = math.isfinite(read_on_host(decisive, HostRead.FINITE_GRADIENTS))
         if own is None:
@@ -265,6 +265,13 @@ class StageOptimizers:
                 )
 
         return register_optimizer_step_pre_hook(refuse).remove
+
+
+def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(hasattr(gradient, "full_tensor") for gradient in gradients):  # torch takes no mixture
+        return total_norm([gradient_norm(gradient) for gradient in gradients])
+    return get_total_norm(gradients) if gradients else torch.tensor(0.0)
 
 
 def _cannot_step(optimizer: Optimizer, weight: Tensor, error: RuntimeError) -> ModelError:

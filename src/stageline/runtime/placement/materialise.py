@@ -28,6 +28,7 @@ from stageline.runtime.placement.rebuild_buffers import (
     initializing_models,
     rebuild_buffers,
 )
+from stageline.runtime.placement.whole_weights import whole_weights
 from stageline.torch_private import (
     MODULE_TABLES,
     buffer_table,
@@ -35,6 +36,7 @@ from stageline.torch_private import (
     parameter_table,
     version_of,
 )
+from stageline.torch_private_training import is_sharding_state
 
 Init = Callable[[Layer], object]
 
@@ -90,10 +92,11 @@ def materialise(
     for layer in new_layers:
         with preserved_generators():
             seed_generators(layer_seed(seed, 0, 0, layer.name))
-            if init is not None:
-                init(layer)
-            else:
-                _reset(layer, models)
+            with whole_weights(layer.module, _mark):
+                if init is not None:
+                    init(layer)
+                else:
+                    _reset(layer, models)
     blanks = [each for each in allocated if not each.is_initialized]
     rebuild_buffers(blanks, models, seed)
     return [each for each in blanks if not each.is_initialized]
@@ -115,6 +118,8 @@ def check_initialized(
         layer = layers.layers[number]
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
+                if is_sharding_state(module, value):
+                    continue  # it looks for the new weights when it first runs
                 if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
                         f"{layer.full_name(name, attribute)!r} is on the meta device and is "
