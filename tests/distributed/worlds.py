@@ -210,7 +210,7 @@ def process(rank: int, size: int) -> Iterator[list[Sequence[int]]]:
     try:
         with (
             mock.patch.object(dist, "new_group", recorded),
-            mock.patch.object(dist, "get_default_backend_for_device", lambda _: "fake"),
+            mock.patch.object(dist, "get_default_backend_for_device", return_value="fake"),
             mock.patch(f"{where}.TorchChannel", RecordedChannel),
             warnings.catch_warnings(),
         ):

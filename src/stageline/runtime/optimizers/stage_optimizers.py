@@ -271,7 +271,8 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(hasattr(gradient, "full_tensor") for gradient in gradients):  # torch takes no mixture
         return total_norm([gradient_norm(gradient) for gradient in gradients])
-    return get_total_norm(gradients) if gradients else torch.tensor(0.0)
+    whole: Tensor = get_total_norm(gradients) if gradients else torch.tensor(0.0)
+    return whole
 
 
 def _cannot_step(optimizer: Optimizer, weight: Tensor, error: RuntimeError) -> ModelError:
