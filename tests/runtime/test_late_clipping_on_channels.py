@@ -67,7 +67,7 @@ class RankSteps(NamedTuple):
             elif action.kind in COMPUTE:
                 yield from (Wait(name(send)) for send, is_far in task.awaits if is_far)
             elif task.is_last_step:
-                yield Issue("all", minibatch)
+                yield Issue("all", minibatch, len(self.spec.by_rank))
 
     def channel(self, send: Action) -> tuple[int, int]:
         source, target = (
