@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from math import lcm
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -46,15 +47,18 @@ class Found(NamedTuple):
 
 def cases(name: str) -> Iterator[Case]:
     for p in RANKS:
-        for m in (p, 2 * p, 2 * p + 1, 4 * p):
-            yield from (Case(name, p, m, options) for options in variants(name, p))
+        for options in variants(name, p):
+            unit = lcm(*options.get("replicas", [p]))
+            for m in (unit, 2 * unit, 2 * unit + 1, 4 * unit):
+                yield Case(name, p, m, options)
 
 
 def variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:
     if name in sl.schedule_names(synchronous=False):
         half = num_ranks // 2
         yield {}
-        yield from ({"replicas": r} for r in ([half, num_ranks - half], [num_ranks - 1, 1]))
+        counts = ((half, num_ranks - half), (num_ranks - 1, 1), (1, num_ranks - 1))
+        yield from ({"replicas": replicas} for replicas in dict.fromkeys(counts))
         return
     for options in [{"chunks_per_rank": v} for v in CHUNKS.get(name, ())] or [{}]:
         yield options

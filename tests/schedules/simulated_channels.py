@@ -15,7 +15,8 @@ class Issue(NamedTuple):
     """A rank puts an operation on a channel, and goes on."""
 
     channel: object
-    meeting: object  # the operations of all ranks with this name complete together
+    meeting: object  # the operations with this name complete together
+    parties: int = 2  # how many ranks issue one
     is_receive: bool = False
 
 
@@ -30,7 +31,8 @@ Steps = list[list[Issue | Wait]]  # of each rank
 
 def completes(rows: Steps, rng: Random, *, ordered: bool = True) -> bool:
     """Let ranks and channels move one at a time, in random order, for as long as any can."""
-    parties = Counter(step.meeting for row in rows for step in row if isinstance(step, Issue))
+    issued = (step for row in rows for step in row if isinstance(step, Issue))
+    parties = {step.meeting: step.parties for step in issued}
     position = [0] * len(rows)
     queues: dict[tuple[int, object], list[object]] = {}
     done: set[object] = set()
@@ -70,24 +72,29 @@ def steps_of(program: Program, *, shared: bool = False) -> Steps:
 
 def _steps(program: Program, rank: int, *, shared: bool) -> Iterator[Issue | Wait]:
     sums: dict[int, object] = {}
+    num_ranks, replicas = len(program.actions), program.replicas
     for action in program.actions[rank]:
         stage, kind, microbatch, peer, version = action
         if kind in RECEIVE_KIND or kind in RECEIVES:
             other = program.routes.rank_of(peer, microbatch)
             ends = (rank, other) if kind in RECEIVE_KIND else (other, rank)
             meeting = receive_of(action) if kind in RECEIVE_KIND else action
-            yield Issue(frozenset(ends) if shared else ends, meeting, kind in RECEIVES)
+            channel = frozenset(ends) if shared else ends
+            yield Issue(channel, meeting, is_receive=kind in RECEIVES)
         elif kind in COMPUTE:
             yield from (Wait(receive_of(send)) for send in program.routes.awaited(action))
         elif kind is Kind.REDUCE_GRAD:
             sums[stage] = stage, kind, version
-            yield Issue("replicas", sums[stage])
+            yield Issue("replicas", sums[stage], replicas[stage] if replicas else 1)
         elif kind is Kind.STEP:
             yield Wait(sums.pop(stage))
         else:
-            is_of_all = kind is not Kind.UPDATE_STATS
+            name: object = (kind, version)
             if kind is Kind.CLIP_GRAD:
                 yield from map(Wait, sums.values())
-            name = (kind, version) if is_of_all else (stage, kind, version)
-            yield Issue("all" if is_of_all else "replicas", name)
+            if kind is Kind.UPDATE_STATS:
+                name = (stage, kind, version)
+                yield Issue("replicas", name, replicas[stage] if replicas else 1)
+            else:
+                yield Issue("all", name, num_ranks)
             yield Wait(name)
