@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import stageline as sl
+from stageline.pipeline import session_of
 from stageline.runtime.backends.processes.channels.ordered_channel import OrderedChannel
+from stageline.runtime.devices import watching_caller
 
 
 class Either(nn.Module):
@@ -89,10 +91,11 @@ def check_overwritten_batch() -> None:
     for backend in (None, "serial"):
         pipe = pipeline([Unchanged(), linear()], backend)
         x, y = torch.empty(4, 6), torch.ones(4, 6)
-        for step in range(4):
-            x.fill_(step)
-            pipe.step(x, y)
-        x.fill_(100.0)
+        with watching_caller(session_of(pipe).assembly.layout.accelerators):
+            for step in range(4):
+                x.fill_(step)
+                pipe.step(x, y)
+            x.fill_(100.0)
         found.append([p.grad for p in pipe.layers.layers[1].module.parameters()])
         if backend is None:
             pipe.close()
@@ -107,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     check_changes()
-    with mock.patch.object(OrderedChannel, "pause", lambda *_: time.sleep(0.05)):
+    with mock.patch.object(OrderedChannel, "pause", side_effect=lambda _: time.sleep(0.05)):
         check_overwritten_batch()
     print("told")
     dist.destroy_process_group()
