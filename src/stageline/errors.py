@@ -12,7 +12,8 @@
     ├── StageError (RuntimeError)    a layer raised: where, in which action, and the cause
     ├── SkipError (RuntimeError)     a layer that does not stash or pop what it declared
     ├── ParityError (RuntimeError)   a pipeline whose numbers differ from those of a plain loop
-    └── StreamOrderError (RuntimeError) memory of a device that is used in no certain order
+    ├── StreamOrderError (RuntimeError) memory of a device that is used in no certain order
+    └── HostWaitError (RuntimeError) the host would wait for a device inside a step
 
 A message says what was observed, what was expected and what to do, in that order.
 """
@@ -68,3 +69,7 @@ class ParityError(StagelineError, RuntimeError):
 
 class StreamOrderError(StagelineError, RuntimeError):
     """Two accesses of the same memory on different streams of a device that no event orders."""
+
+
+class HostWaitError(StagelineError, RuntimeError):
+    """Stageline's own code would wait for a device inside a step, and queue nothing meanwhile."""

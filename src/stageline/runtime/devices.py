@@ -47,17 +47,21 @@ def accelerators_of(
     for rank, given in enumerate(devices):
         device = None if given is None else with_index(given)
         key = rank if device is None else device
-        if key not in by_device and (own := _accelerator(device, simulation)):
+        if key not in by_device and (own := _accelerator(rank, device, simulation)):
             by_device[key] = own
         found.append(by_device.get(key))
     return tuple(found)
 
 
-def _accelerator(device: torch.device | None, simulation: Simulation | None) -> Accelerator | None:
+def _accelerator(
+    rank: int, device: torch.device | None, simulation: Simulation | None
+) -> Accelerator | None:
     if device is not None and device.type != "cpu":
         here = torch.accelerator.current_accelerator()
         return TorchAccelerator(device) if here and here.type == device.type else None
-    return CheckedAccelerator(device or torch.device("cpu"), simulation) if simulation else None
+    if simulation is None:
+        return None
+    return CheckedAccelerator(f"the device of rank {rank}", simulation)
 
 
 def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractContextManager[object]:

@@ -129,7 +129,8 @@ def differing(name: str, wanted: Wanted, seeds: range, **options: Any) -> list[i
         options=sl.Options(seed=SEED, check_streams=True),
         **options,
     )
-    optimizer = optimizer_of(pipe.parameters())
+    # a rank may have no weights, but an optimizer must
+    optimizer = optimizer_of([*pipe.parameters(), nn.Parameter(torch.zeros(1))])
     found = []
     pairs = zip(seeds, cycle(case.batches), wanted.states, wanted.losses, strict=False)
     for seed, (inputs, target), state, loss in pairs:

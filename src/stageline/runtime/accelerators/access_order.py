@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stageline.errors import StreamOrderError
+from stageline.runtime.accelerators.code_places import Place
 
 
 class SimulatedStream:
@@ -22,12 +23,12 @@ class SimulatedStream:
         self.done_before: Event = {}
         self.released: list[Memory] = []  # that the next thing queued may reuse
 
-    def queue(self) -> int:
+    def queue(self, place: Place) -> int:
         """Queue something; return its number. It may be given memory that was released before."""
         self.num_queued += 1
         self.done_before[self] = self.num_queued
         while self.released:
-            self.released.pop().check_reuse()
+            self.released.pop().check_reuse(place)
         return self.num_queued
 
     def event(self) -> Event:
@@ -49,7 +50,7 @@ class Access(NamedTuple):
 
     stream: SimulatedStream
     number: int
-    place: str  # the operator, the line of code that called it, and what the rank did
+    place: Place
     verb: str = "read"  # or "written", or "allocated"
 
     @property
@@ -71,6 +72,7 @@ class Memory:
     last_write: Access | None = None
     last_uses: dict[SimulatedStream, Access] = field(default_factory=dict)
     kept_for: set[SimulatedStream] = field(default_factory=set)
+    device: object | None = None  # of its owner; None if it may be on any
 
     def use(self, access: Access) -> None:
         """Raise unless the access comes after all that it must not overlap with."""
@@ -85,12 +87,13 @@ class Memory:
         if access.writes:
             self.last_write = access
 
-    def check_reuse(self) -> None:
+    def check_reuse(self, place: Place) -> None:
         """Raise if streams may still use the memory when its owner reuses it."""
         assert self.owner is not None
         for stream, access in self.last_uses.items():
             if stream not in self.kept_for and not self.owner.comes_after(access):
                 raise StreamOrderError(
-                    f"memory of {self.owner.name} was released and may be reused,\n  but nothing "
-                    f"makes that wait until it was {access}:\n  keep it alive for that stream"
+                    f"memory of {self.owner.name} was released and may be reused by {place}\n"
+                    f"  but nothing makes that wait until it was {access}:\n"
+                    "  keep it alive for that stream"
                 )

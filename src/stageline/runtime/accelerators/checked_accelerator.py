@@ -9,7 +9,7 @@ different streams have to be ordered by events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.access_order import Event, SimulatedStream
+from stageline.runtime.accelerators.host_waits import HostCopies
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.runtime.accelerators.watched_operators import WatchedOperators
 from stageline.runtime.exactness.strided_copy import exact_copy
@@ -25,15 +26,18 @@ from stageline.runtime.exactness.strided_copy import exact_copy
 class CheckedAccelerator:
     """One simulated device; those of one process share the simulation."""
 
-    def __init__(self, device: torch.device, simulation: Simulation) -> None:
-        self.device, self.simulation = device, simulation
+    def __init__(self, name: str, simulation: Simulation) -> None:
+        self.device, self.name, self.simulation = torch.device("cpu"), name, simulation
+
+    def __str__(self) -> str:
+        return self.name
 
     @contextmanager
     def rank_thread(self, action: Callable[[], object] | None = None) -> Iterator[None]:
         thread = self.simulation.thread
         before, thread.action = thread.action, action
         try:
-            with WatchedOperators(self.simulation):
+            with WatchedOperators(self.simulation), HostCopies() if action else nullcontext():
                 yield
         finally:
             thread.action = before
@@ -88,9 +92,13 @@ class CheckedAccelerator:
         simulation, own = self.simulation, self.simulation.current(self)
         with simulation.paused():
             copy = exact_copy(tensor)
-        simulation.queue(what, [], [], own)
-        simulation.allocated(what, [copy], own)
-        stream.wait(own.event())
-        simulation.queue(what, [tensor], [copy], stream)
-        own.wait(stream.event())
+        with simulation.lock:
+            simulation.allocated([copy], simulation.queue(what, own), device=self)
+            stream.wait(own.event())
+            queued = simulation.queue(what, stream)
+            for each, verb in ((tensor, "read"), (copy, "written")):
+                memory = simulation.memory_of(each)
+                if memory is not None:
+                    simulation.use(memory, queued, verb)
+            own.wait(stream.event())
         return copy

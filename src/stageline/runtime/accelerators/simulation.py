@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stageline.errors import StreamOrderError
 from stageline.runtime.accelerators.access_order import Access, Event, Memory, SimulatedStream
-
-PACKAGE = str(Path(__file__).parents[2])
-OWN = str(Path(__file__).parent)
-OF_OTHERS = (OWN, str(Path(torch.__file__).parent), "<")  # code that a place does not name
+from stageline.runtime.accelerators.code_places import Place, calling_code
 
 
 class ThreadState(threading.local):
@@ -27,8 +23,16 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.streams: list[tuple[object, SimulatedStream]] = []  # with the device of each
-        self.action: Callable[[], object] | None = None
+        self.action: Callable[[], object] | None = None  # of a rank that is inside a step
         self.is_paused = False
+
+
+class Queued(NamedTuple):
+    """Something that was queued on a stream."""
+
+    stream: SimulatedStream
+    number: int
+    place: Place
 
 
 class Simulation:
@@ -42,9 +46,10 @@ class Simulation:
         self.thread = ThreadState()
         self.caller = SimulatedStream("the caller's stream")
         self.streams = [self.caller]
-        self.memories: dict[int, Memory] = {}  # by the id of torch's storage
+        self.memories: dict[int, Memory] = {}  # by id of torch's storage
         self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.gone: deque[int] = deque()  # ids; storages may end in any thread, at any time
+        self.on_host: set[int] = set()  # ids, of what Python made
+        self.gone: deque[int] = deque()  # ids; a storage may end in any thread, at any time
         self.num_accesses = 0
 
     def new_stream(self, name: str) -> SimulatedStream:
@@ -60,6 +65,11 @@ class Simulation:
             yield
         finally:
             self.thread.streams.pop()
+
+    @property
+    def device(self) -> object | None:
+        """Return the device that this thread works on; the caller works on any."""
+        return self.thread.streams[-1][0] if self.thread.streams else None
 
     def current(self, device: object = None) -> SimulatedStream:
         """Return this thread's stream on a device, or that of the innermost block."""
@@ -91,37 +101,67 @@ class Simulation:
             if memory is not None:
                 memory.kept_for.add(self.current(device))
 
-    def queue(
-        self,
-        what: str,
-        reads: Iterable[Tensor],
-        writes: Iterable[Tensor],
-        stream: SimulatedStream | None = None,
-    ) -> None:
-        """Queue something that uses tensors; raise if it may overlap with other uses."""
-        stream = stream or self.current()
+    def run(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Queued:
+        """Queue an operator on the current stream; raise if it uses memory that it must not."""
         with self.lock:
-            self._release()
-            place, number = self._place(what), stream.queue()
+            device, queued = self.device, self.queue(what)
             for tensors, verb in ((reads, "read"), (writes, "written")):
                 for tensor in tensors:
                     memory = self.memory_of(tensor)
                     if memory is not None:
-                        self.num_accesses += 1
-                        memory.use(Access(stream, number, place, verb))
+                        _check_device(memory, device, queued.place)
+                        self.use(memory, queued, verb)
+            return queued
+
+    def queue(self, what: str, stream: SimulatedStream | None = None) -> Queued:
+        """Queue something on a stream; it may be given memory that was released before."""
+        stream = stream or self.current()
+        with self.lock:
+            self._release()
+            action = self.thread.action() if self.thread.action else None
+            place = Place(what, calling_code(), action)
+            return Queued(stream, stream.queue(place), place)
+
+    def use(self, memory: Memory, queued: Queued, verb: str) -> None:
+        self.num_accesses += 1
+        memory.use(Access(*queued, verb))
 
     def allocated(
-        self, what: str, tensors: Iterable[Tensor], stream: SimulatedStream | None = None
+        self,
+        tensors: Iterable[Tensor],
+        queued: Queued,
+        device: object | None = None,
+        *,
+        is_on_host: bool = False,
     ) -> None:
-        """Record that what was queued last has made tensors; those in known memory are views."""
-        stream = stream or self.current()
+        """Record that what was queued has made tensors; those in known memory are views."""
         with self.lock:
             self._release()
             for tensor in tensors:
                 storage = storage_of(tensor)
                 if storage is not None and id(storage) not in self.memories:
-                    access = Access(stream, stream.num_queued, self._place(what), "allocated")
-                    self._remember(storage, Memory(stream, access, {stream: access}))
+                    access = Access(*queued, "allocated")
+                    uses = {queued.stream: access}
+                    memory = Memory(queued.stream, access, uses, device=device or self.device)
+                    self._remember(storage, Memory() if is_on_host else memory)
+                    if is_on_host:
+                        self.on_host.add(id(storage))
+
+    def is_in_step(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether tensors are in memory of a device, and this thread's rank is in a step.
+
+        What no operator has used before is in host memory, as the state of a generator is.
+        """
+        if self.thread.action is None:
+            return False
+        with self.lock:
+            self._release()
+            storages = {id(storage): storage for storage in map(storage_of, tensors) if storage}
+            for storage in storages.values():
+                if id(storage) not in self.memories:
+                    self._remember(storage, Memory())
+                    self.on_host.add(id(storage))
+            return not self.on_host.issuperset(storages)
 
     def is_known(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory was allocated or used under watch."""
@@ -150,17 +190,20 @@ class Simulation:
             number = self.gone.popleft()
             memory = self.memories.pop(number)
             del self.storages[number]
+            self.on_host.discard(number)
             if memory.owner is not None:
                 memory.owner.released.append(memory)
-
-    def _place(self, what: str) -> str:
-        action = self.thread.action() if self.thread.action else None
-        during = f" during {action}" if action else ""
-        return f"{what}{_line(inspect.currentframe())}{during}"
 
 
 def _note(gone: deque[int], number: int, _: object) -> None:
     gone.append(number)
+
+
+def _check_device(memory: Memory, device: object | None, place: Place) -> None:
+    if None not in (device, memory.device) and memory.device is not device:
+        raise StreamOrderError(
+            f"memory of {memory.device} is used on {device} by {place}: copy it between the devices"
+        )
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -172,13 +215,3 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     except (NotImplementedError, RuntimeError):
         return None
     return storage if storage.nbytes() else None
-
-
-def _line(frame: FrameType | None) -> str:
-    """Return the innermost line of code that is neither torch's nor of the simulation."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(OF_OTHERS):
-            return f" at {path.removeprefix(PACKAGE + '/')}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from stageline.model.recording.interception.operator_watch import needs_data
+from stageline.runtime.accelerators.host_waits import refuse_wait
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.torch_private import TorchDispatchMode, operator_schema
 
@@ -17,6 +19,9 @@ UNDECLARED_WRITES = {
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
+
+
+FROM_PYTHON = "aten::lift_fresh"  # makes a tensor of numbers in Python, in host memory
 
 
 class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -43,9 +48,12 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         if accesses is None or self.simulation.thread.is_paused:
             return func(*args, **kwargs)
         reads, writes = accesses.of(args, kwargs)
-        self.simulation.queue(accesses.name, reads, writes)
+        if needs_data(func, args) and self.simulation.is_in_step(reads):
+            refuse_wait(accesses.name)
+        queued = self.simulation.run(accesses.name, reads, writes)
         result = func(*args, **kwargs)
-        self.simulation.allocated(accesses.name, _tensors(result))
+        is_on_host = accesses.name == FROM_PYTHON
+        self.simulation.allocated(_tensors(result), queued, is_on_host=is_on_host)
         return result
 
 

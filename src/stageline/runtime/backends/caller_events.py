@@ -58,10 +58,8 @@ class CallerEvents:
             del self.begun[number]
 
 
-def hand_over(rank: int, accelerators: Sequence[Accelerator | None], made: Iterable[Any]) -> None:
-    """Give the caller tensors that a rank made, while ranks go on: their memory is not reused."""
-    own = accelerators[rank]
-    if own is not None:
-        for tensor in made:
-            if isinstance(tensor, Tensor):
-                own.keep_alive(tensor)
+def hand_over(own: Accelerator | None, made: Iterable[Any]) -> None:
+    """Give the caller tensors that a rank made: their memory is not reused while ranks go on."""
+    for tensor in made:
+        if own is not None and isinstance(tensor, Tensor):
+            own.keep_alive(tensor)

@@ -117,8 +117,14 @@ class ThreadsRun:
         if self.gate.is_stopped:
             self.drain()
         self.events.wait(segment)
-        losses = self.stream.minibatches[position].losses.values()
-        hand_over(self.loop.period.placement[self.loop.last], self.backend.accelerators, losses)
+        self._hand_over(self.stream.minibatches[position])
+
+    def _hand_over(self, minibatch: MiniBatch) -> None:
+        """Give the caller results that ranks made while these go on."""
+        placement, accelerators = self.loop.period.placement, self.backend.accelerators
+        hand_over(accelerators[placement[-1]], minibatch.losses.values())
+        for stage, update in minibatch.updates.items():
+            hand_over(accelerators[placement[stage]], [update.norm])
 
     def drain(self) -> None:
         self.gate.end()
@@ -140,7 +146,7 @@ class ThreadsRun:
             if device is None:
                 self._run_segments(rank)
             else:
-                with device.working(lambda: self._action(rank)):
+                with device.working(lambda: self.stream.now.get(rank)):
                     self._run_segments(rank)
         except RankStopped:
             pass  # another rank failed
@@ -149,11 +155,6 @@ class ThreadsRun:
             self.failures.append(stage_error(self.loop, self.stream, rank, error))
             self.failures[-1].__cause__ = error
             self._stop()
-
-    def _action(self, rank: int) -> str:
-        """Return what a rank does, for errors."""
-        position, action = self.stream.now.get(rank, (0, "the beginning"))
-        return f"{action} of mini-batch {position}" if self.stream.is_open else str(action)
 
     def _run_segments(self, rank: int) -> None:
         for segment in count():

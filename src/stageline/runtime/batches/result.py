@@ -71,7 +71,7 @@ class StepResult:
     @property
     def update_norms(self) -> dict[int, float]:
         """Return how far each stage's weights moved; of gradients where that is not measured."""
-        return {stage: update.norm for stage, update in self.results.updates.items()}
+        return {stage: float(update.norm) for stage, update in self.results.updates.items()}
 
 
 def broadcast_results(

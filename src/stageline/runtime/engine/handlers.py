@@ -5,7 +5,6 @@ A handler that needs a message is a generator: it yields the message's key, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from time import perf_counter
 from typing import NamedTuple
@@ -140,10 +139,7 @@ def step(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
     if optimizers is not None:
         start = run.now()
         total = minibatch.total_norms.get(run.rank)
-        if total is not None and not math.isfinite(total):
-            minibatch.updates[number] = optimizers.skip(number, float(total))
-        else:
-            minibatch.updates[number] = optimizers.step(number, task.depth, stage.versions)
+        minibatch.updates[number] = optimizers.step(number, task.depth, stage.versions, total)
         watch_weights(run, number)
         record(run, task.action, minibatch, start)
     return ()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.runtime.accelerators.host_waits import HostRead, equal_on_host
 from stageline.runtime.exactness.randomness.seeded_draws import is_of_torch
 from stageline.runtime.exactness.state_values import (
     GlobalGenerators,
@@ -188,7 +189,9 @@ class LayerState:
 
     def _changed(self, before: StateSnapshot) -> list[SavedSlot]:
         """Return the slots that have changed, and those that did not exist."""
-        return [*(slot for slot in before.slots if _is_changed(slot)), *self._added(before)]
+        is_first = self.changing is None
+        changed = (slot for slot in before.slots if _is_changed(slot, compares=is_first))
+        return [*changed, *self._added(before)]
 
     def _added(self, before: StateSnapshot) -> list[SavedSlot]:
         known = {slot.key for slot in before.slots}
@@ -253,14 +256,18 @@ def _is_batch_norm(part: nn.Module) -> bool:
     return isinstance(part, BatchNormBase) and is_of_torch(part)
 
 
-def _is_changed(slot: SavedSlot) -> bool:
+def _is_changed(slot: SavedSlot, *, compares: bool) -> bool:
     """Return whether a slot has changed.
 
-    Batch norm changes its statistics without incrementing their version, so values are compared.
+    Batch norm changes its statistics without incrementing their version. So values are compared
+    when the stage first runs; later, what was copied counts as changed, because to compare would
+    make the host wait for a device.
     """
     now = slot.table.get(slot.name, ABSENT)
     if isinstance(now, Tensor) and isinstance(slot.copied, Tensor) and now is not slot.copied:
-        return slot.fingerprint != fingerprint(now) or not _has_equal_values(now, slot.copied)
+        if slot.fingerprint != fingerprint(now):
+            return True
+        return not (compares and _has_equal_values(now, slot.copied))
     return slot.fingerprint != fingerprint(now)
 
 
@@ -269,7 +276,7 @@ def _has_equal_values(tensor: Tensor, copied: Tensor) -> bool:
     if tensor.layout != torch.strided:
         return True  # nothing compares sparse tensors, but their versions tell of changes
     try:
-        return torch.equal(tensor, copied)
+        return equal_on_host(tensor, copied, HostRead.STATE_IN_THE_FIRST_STEP)
     except DataDependentOutputException:
         return True
 

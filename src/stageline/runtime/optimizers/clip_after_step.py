@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from stageline.runtime.accelerators.host_waits import HostRead, read_on_host
 from stageline.runtime.backends.backend import Transport
 from stageline.runtime.engine.handlers import record, watch_weights
 from stageline.runtime.engine.loop import Loop, RankRun, run_tasks
@@ -100,7 +101,8 @@ class LateClipping:
 
     def _guess(self, stages: Sequence[int], own: Norms) -> bool:
         """Step, unless these stages' own gradients show already that they are to be clipped."""
-        if clip_factor(list(own.values()), self.optimizers.max_norm) != 1.0:
+        factor = clip_factor(list(own.values()), self.optimizers.max_norm)
+        if read_on_host(factor, HostRead.CLIPPED_AFTER_A_STEP) != 1.0:
             return False
         for stage in stages:
             if stage in self.own:
@@ -113,27 +115,28 @@ class LateClipping:
         stages = self.speculation.by_rank[run.rank].stages
         norms = [everyone[number] for number in sorted(everyone)]
         total, factor = total_norm(norms), clip_factor(norms, self.optimizers.max_norm)
-        is_clipped = bool(factor != 1.0)
+        value = read_on_host(factor, HostRead.CLIPPED_AFTER_A_STEP)
+        is_clipped, is_finite = value != 1.0, math.isfinite(value)
         was_guessed = any(stage in self.guessed for stage in stages)
         for stage in stages:
             if stage in self.own:
                 if is_clipped or not was_guessed:
-                    self._correct(stage, factor)
+                    self._correct(stage, factor, is_finite=is_finite)
                 self.guessed.pop(stage, None)
                 self.own[stage].after_step()
-        update = Update(not math.isfinite(total), float(total), was_guessed and is_clipped)
+        update = Update(not is_finite, total, was_guessed and is_clipped)
         run.stream.minibatches[position].updates |= dict.fromkeys(stages, update)
         if is_clipped:
             self.wrong[run.rank] = position
         for stage in stages:
             watch_weights(run, stage)
 
-    def _correct(self, stage: int, factor: Tensor) -> None:
+    def _correct(self, stage: int, factor: Tensor, *, is_finite: bool) -> None:
         """Take a guess back, and step with clipped gradients, or not at all if not finite."""
         own = self.own[stage]
         if stage in self.guessed:
             undo(own.optimizer, self.guessed[stage])
-        if math.isfinite(factor):
+        if is_finite:
             for parameter in own.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)

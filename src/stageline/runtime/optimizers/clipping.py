@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +18,11 @@ Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the
 def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) -> Tensor:
     """Scale the gradients of all ranks to a global norm; return the norm that they had."""
     own = gradient_norms(layout.counted_on(layout.ranks_here))
-    count = len(layout.parameter_numbers)
-    table = norm_table(own, count, collectives.device)
-    arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
-    norms = list(norms_of(arrive(), own).values())
+    if collectives.size(Group.PIPELINE) == 1:  # all are here, maybe on several devices
+        norms = [norm.to(next(iter(own.values()))) for norm in own.values()]
+    else:
+        arrive = exchange_norms(own, len(layout.parameter_numbers), collectives)
+        norms = list(arrive().values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
 
@@ -36,19 +38,38 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return whole
 
 
-def norm_table(own: Mapping[int, Tensor], count: int, device: torch.device | None) -> Tensor:
-    """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact."""
-    table = torch.zeros(2, count, dtype=torch.float64, device=device)
-    for number, norm in own.items():
-        table[0, number], table[1, number] = norm, 1.0
-    return table
+def exchange_norms(
+    own: Mapping[int, Tensor], count: int, collectives: Collectives
+) -> Callable[[], Norms]:
+    """Start to exchange norms with all ranks; call the result for those of all.
 
-
-def norms_of(table: Tensor, own: Mapping[int, Tensor]) -> Norms:
-    """Return the norms of a summed table, in the type of this rank's own."""
+    They are sums over ranks: each norm is that of one rank plus zeros, so exact. From devices, what
+    is there is summed in host memory, which waits for no device.
+    """
     kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
-    rows = enumerate(zip(table[0], table[1].tolist(), strict=True))
-    return {number: norm.to(kind) for number, (norm, is_there) in rows if is_there}
+    norms, there = (
+        torch.zeros(count, dtype=torch.float64, device=collectives.device),
+        np.zeros(count),
+    )
+    for number, norm in own.items():
+        norms[number], there[number] = norm, 1.0
+    if collectives.device is None:
+        table = torch.stack([norms, torch.from_numpy(there)])
+        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
+        return lambda: _there(arrive()[0], table[1].tolist(), kind)
+    arrive = collectives.all_reduce(norms, "norms", Group.PIPELINE)
+    arrive_there = collectives.all_reduce(torch.from_numpy(there), "norms", Group.PIPELINE)
+
+    def arrived() -> Norms:
+        arrive_there()
+        return _there(arrive(), there.tolist(), kind)
+
+    return arrived
+
+
+def _there(norms: Tensor, there: Sequence[float], kind: torch.dtype) -> Norms:
+    pairs = enumerate(zip(norms, there, strict=True))
+    return {number: norm.to(kind) for number, (norm, is_there) in pairs if is_there}
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:
@@ -58,7 +79,8 @@ def total_norm(norms: list[Tensor]) -> Tensor:
 def clip_factor(norms: list[Tensor], max_norm: float) -> Tensor:
     """Return what to scale gradients by, as torch.nn.utils does; not finite if they are not."""
     total = total_norm(norms)
-    return (max_norm / (total + 1e-6)).clamp(max=1.0) if torch.isfinite(total) else total
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(total), factor, total)  # no host has to know which
 
 
 def scale_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

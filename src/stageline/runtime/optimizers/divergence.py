@@ -78,7 +78,8 @@ class DivergenceMonitor:
 
     def _norm(self, results: Results) -> str | None:
         """Check the norm of the updates of all stages together."""
-        norms = {stage: each.norm for stage, each in results.updates.items() if not each.is_skipped}
+        updates = results.updates.items()
+        norms = {stage: float(each.norm) for stage, each in updates if not each.is_skipped}
         if not norms:
             return None
         most = max(norms, key=lambda stage: norms[stage])

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
+from stageline.runtime.accelerators.host_waits import HostRead, read_on_host
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
 from stageline.torch_private import mark_as_stepped
@@ -41,7 +42,8 @@ class Update(NamedTuple):
     """The effect of a step on a stage."""
 
     is_skipped: bool
-    norm: float  # of the change of its weights, or of their gradients if it was not watched
+    # of the change of its weights, or of their gradients if it was not watched; on its device
+    norm: Tensor | float
     is_redone: bool = False  # it was made as if nothing had to be clipped, and made again
 
 
@@ -194,16 +196,23 @@ class StageOptimizers:
             self._look_for_change(stage, own)
             own.restore()
 
-    def step(self, stage: int, depth: int, versions: Versions | None) -> Update:
-        """Step a stage's optimizer; `depth` older versions of its weights stay in use."""
+    def step(
+        self, stage: int, depth: int, versions: Versions | None, total: Tensor | None = None
+    ) -> Update:
+        """Step a stage's optimizer; `depth` older versions of its weights stay in use.
+
+        Skip the step if gradients are not finite: those of the stage, or of all ranks if their
+        `total` norm is known.
+        """
         self.prepare(stage)
         own = self.own[stage]
-        if own is None:
-            return Update(is_skipped=False, norm=0.0)
-        parameters = own.parameters
+        parameters = own.parameters if own is not None else []
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = float(get_total_norm(gradients)) if gradients else 0.0
-        is_finite = math.isfinite(norm)
+        norm = get_total_norm(gradients) if gradients else torch.tensor(0.0)
+        decisive = norm if total is None else total
+        is_finite = math.isfinite(read_on_host(decisive, HostRead.FINITE_GRADIENTS))
+        if own is None:
+            return Update(not is_finite, decisive)
         if is_finite:
             before = [p.data if depth else p.data.clone() for p in parameters if self.measures]
             if versions is not None:
@@ -216,14 +225,7 @@ class StageOptimizers:
         elif versions is not None:
             versions.skip_step(depth)
         own.after_step()
-        return Update(not is_finite, norm)
-
-    def skip(self, stage: int, norm: float) -> Update:
-        """Skip a step: gradients are not finite, on this stage or elsewhere."""
-        own = self.own[stage]
-        if own is not None:
-            own.after_step()
-        return Update(is_skipped=True, norm=norm)
+        return Update(not is_finite, norm if is_finite else decisive)
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -259,8 +261,8 @@ class StageOptimizers:
         return register_optimizer_step_pre_hook(refuse).remove
 
 
-def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> float:
+def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> Tensor:
     """Return the distance of two versions of weights, one at a time: differences need memory."""
     pairs = zip(parameters, before, strict=True)
     norms = [torch.linalg.vector_norm(new.detach() - old) for new, old in pairs]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    return torch.linalg.vector_norm(torch.stack(norms))

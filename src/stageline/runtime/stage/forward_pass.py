@@ -14,6 +14,7 @@ from stageline.model import trees
 from stageline.model.layers import INPUT, Value
 from stageline.model.named_places import replaced_parameters
 from stageline.runtime.accelerators.carry import brought
+from stageline.runtime.accelerators.code_places import runs_user_code
 from stageline.runtime.exactness.in_place import StageInput
 from stageline.runtime.exactness.inner_gradients import (
     FORWARD_MODE_LOCK,
@@ -273,6 +274,7 @@ class ForwardPass:
         return {value: trees.map_leaves(trees.identity, self.values[value]) for value in kept}
 
 
+@runs_user_code
 def _call(module: nn.Module, aliases: Mapping[str, Tensor] | None, given: list[Any]) -> Any:
     if not aliases:
         return module(*given)

@@ -12,6 +12,7 @@ from stageline.errors import ModelError
 from stageline.model.layers import Value
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.carry import brought
+from stageline.runtime.accelerators.code_places import runs_user_code
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.in_place import NO_MARKS, Marks
 from stageline.runtime.exactness.inner_gradients import ForwardGradients
@@ -35,7 +36,7 @@ class Target:
     def loss(self, output: Any, accelerator: Accelerator | None = None) -> Tensor:
         """Return the loss of an output; raise ModelError if it is not one number."""
         target = self.target if accelerator is None else brought(self.target, accelerator)
-        loss = self.loss_fn(output, target)
+        loss = _call(self.loss_fn, output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
             raise ModelError(
@@ -43,6 +44,11 @@ class Target:
                 "their sum if there is a count_fn"
             )
         return loss
+
+
+@runs_user_code
+def _call(loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
+    return loss_fn(output, target)
 
 
 class ForwardArgs(NamedTuple):

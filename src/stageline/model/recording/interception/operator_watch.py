@@ -40,12 +40,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         """Take in what an operator does."""
         tags = getattr(func, "tags", ())
         self.is_random |= torch.Tag.nondeterministic_seeded in tags
-        if func.name() in UNTAGGED or not SHAPES_FROM_DATA.isdisjoint(tags):
-            self.has_dynamic_shapes |= _has_dynamic_shape(func, args)
+        self.has_dynamic_shapes |= needs_data(func, args)
 
 
-def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether data decide on a shape; an index by numbers has their own."""
+def needs_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether data decide on a shape or a number; an index by numbers has their own."""
+    tags = getattr(func, "tags", ())
+    if func.name() not in UNTAGGED and SHAPES_FROM_DATA.isdisjoint(tags):
+        return False
     if func is not torch.ops.aten.index.Tensor:
         return True
     return any(index.dtype in MASKS for index in trees.tensors(args[1:]))

@@ -92,5 +92,5 @@ def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerato
 
 def _channel(group: dist.ProcessGroup, other: int, name: str, accelerator: Accelerator) -> Channel:
     if isinstance(accelerator, CheckedAccelerator):
-        return OrderedChannel(group, other, name, accelerator.simulation.queue)
+        return OrderedChannel(group, other, name, accelerator.simulation.run)
     return TorchChannel(group, other)

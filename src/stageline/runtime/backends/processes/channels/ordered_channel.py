@@ -24,7 +24,7 @@ from stageline.runtime.backends.processes.messages.message_parts import RankLost
 
 DATA, READY = 2, 3  # tags
 # What an operation reads and writes, and its name, told when it is issued
-Observe = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+Observe = Callable[[str, Sequence[Tensor], Sequence[Tensor]], object]
 Transfer = Callable[[Tensor], None]
 
 
