@@ -52,6 +52,7 @@ from stageline.zoo.device_training import Batches, DeviceTraining, Sizes
 
 SANITIZER = "TORCH_CUDA_SANITIZER"  # torch looks for this variable when it is imported
 ROUNDING = 1e-3  # a difference from the plain loop that may come from the order of additions
+VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "HIP_")  # that the report has
 PROMPT = 10.0  # seconds in which all ranks have to stop after one has failed
 MESSAGES = 20  # at a time, to see whether they overlap with products
 TINY, OF_CPU, OF_DEVICE = Sizes(32, 2, 8, 1), Sizes(128, 4, 32, 2), Sizes(1536, 16, 512, 4)
@@ -397,7 +398,7 @@ def environment(world: World) -> dict[str, Any]:
             }
             for rank, place in zip(world.own_ranks, world.own_places, strict=True)
         },
-        "variables": {n: v for n, v in os.environ.items() if n.startswith(("NCCL", "TORCH", "CU"))},
+        "variables": {n: v for n, v in os.environ.items() if n.startswith(VARIABLES)},
     }
 
 

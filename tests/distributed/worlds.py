@@ -206,7 +206,7 @@ def process(rank: int, size: int) -> Iterator[list[Sequence[int]]]:
         return make(ranks, **options) if is_real else dist.GroupMember.NON_GROUP_MEMBER
 
     where = "stageline.runtime.backends.processes.channels.open_channels"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]  # torch's own
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with (
             mock.patch.object(dist, "new_group", recorded),

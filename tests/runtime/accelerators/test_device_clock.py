@@ -26,7 +26,7 @@ class OtherClock(CheckedAccelerator):
     """A device whose time is `rate` of the host's and `offset`, and as exact as CUDA states it."""
 
     def __init__(self, rate: float, offset: float, simulation: Simulation | None = None) -> None:
-        super().__init__(torch.device("cpu"), simulation or Simulation())
+        super().__init__("a device", simulation or Simulation())
         self.rate, self.offset = rate, offset
 
     def record_time(self) -> float:

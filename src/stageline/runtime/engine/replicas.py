@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,12 +94,19 @@ class Replicas:
 
         From devices, what is there is summed in host memory, which waits for no device.
         """
-        parts, there = _parts(bucket), [float(p.grad is not None) for p in bucket]
+        parts, there = _parts(bucket), np.array([float(p.grad is not None) for p in bucket])
         if self.collectives.device is None:
             arrive = self._sum(torch.cat([*parts, parts[0].new_tensor(there)]))
             return lambda: _unflatten(*_split(arrive(), len(bucket)), bucket)
-        arrive, arrive_there = self._sum(torch.cat(parts)), self._sum(torch.tensor(there))
-        return lambda: _unflatten(arrive(), arrive_there(), bucket)
+        arrive = self._sum(torch.cat(parts))
+        group = Group.REPLICAS if self._are_several else Group.SIBLINGS
+        arrive_there = self.collectives.all_reduce(torch.from_numpy(there), "gradients", group)
+
+        def finish() -> None:
+            arrive_there()
+            _unflatten(arrive(), there.tolist(), bucket)
+
+        return finish
 
     def _sum(self, buffer: Tensor) -> Callable[[], Tensor]:
         if self._are_several:
@@ -161,13 +169,13 @@ def _parts(bucket: list[nn.Parameter]) -> list[Tensor]:
     ]
 
 
-def _split(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return buffer[:-count], buffer[-count:]
+def _split(buffer: Tensor, count: int) -> tuple[Tensor, list[float]]:
+    return buffer[:-count], buffer[-count:].tolist()
 
 
-def _unflatten(gradients: Tensor, there: Tensor, bucket: list[nn.Parameter]) -> None:
+def _unflatten(gradients: Tensor, there: list[float], bucket: list[nn.Parameter]) -> None:
     parts = torch.split(gradients, [local(parameter).numel() for parameter in bucket])
-    for parameter, part, is_there in zip(bucket, parts, there.tolist(), strict=True):
+    for parameter, part, is_there in zip(bucket, parts, there, strict=True):
         if is_there:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,9 +23,8 @@ def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) ->
         device = next((norm.device for norm in own.values()), None)
         norms = [norm.to(device) for norm in own.values()]
     else:
-        table = norm_table(own, len(layout.parameter_numbers), collectives.device)
-        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
-        norms = list(norms_of(arrive()).values())
+        arrive = exchange_norms(own, len(layout.parameter_numbers), collectives)
+        norms = list(arrive().values())
     scale_(layout.parameters(), clip_factor(norms, max_norm))
     return total_norm(norms)
 
@@ -40,21 +40,36 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return whole
 
 
-def norm_table(own: Mapping[int, Tensor], count: int, device: torch.device | None) -> Tensor:
-    """Return a table to sum over ranks: each norm is that of one rank plus zeros, so exact.
+def exchange_norms(
+    own: Mapping[int, Tensor], count: int, collectives: Collectives
+) -> Callable[[], Norms]:
+    """Start to exchange norms with all ranks; call the result for those of all.
 
-    Beside each norm is its type: ranks may have weights of different types.
+    They are sums over ranks: each norm is that of one rank plus zeros, so exact. So is its type:
+    ranks may have weights of different types. From devices, types are summed in host memory, which
+    waits for no device.
     """
-    table = torch.zeros(2, count, dtype=torch.float64, device=device)
+    norms = torch.zeros(count, dtype=torch.float64, device=collectives.device)
+    types = np.zeros(count)  # 0: that parameter has no gradient
     for number, norm in own.items():
-        table[0, number], table[1, number] = norm, 1.0 + FLOATING_TYPES.index(norm.dtype)
-    return table
+        norms[number], types[number] = norm, 1.0 + FLOATING_TYPES.index(norm.dtype)
+    if collectives.device is None:
+        table = torch.stack([norms, torch.from_numpy(types)])
+        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
+        return lambda: _in_their_types(arrive()[0], table[1].tolist())
+    arrive = collectives.all_reduce(norms, "norms", Group.PIPELINE)
+    arrive_types = collectives.all_reduce(torch.from_numpy(types), "norms", Group.PIPELINE)
+
+    def arrived() -> Norms:
+        arrive_types()
+        return _in_their_types(arrive(), types.tolist())
+
+    return arrived
 
 
-def norms_of(table: Tensor) -> Norms:
-    """Return the norms of a summed table, each in its own type."""
-    rows = enumerate(zip(table[0], table[1].tolist(), strict=True))
-    return {number: norm.to(FLOATING_TYPES[int(kind) - 1]) for number, (norm, kind) in rows if kind}
+def _in_their_types(norms: Tensor, types: Sequence[float]) -> Norms:
+    pairs = enumerate(zip(norms, types, strict=True))
+    return {n: norm.to(FLOATING_TYPES[int(kind) - 1]) for n, (norm, kind) in pairs if kind}
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

@@ -18,7 +18,6 @@ from stageline.model import trees
 from stageline.model.layers import Value
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.carry import carried
-from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.failures import failure_text
 from stageline.runtime.backends.processes.channels.device_messages import KnownForms
 from stageline.runtime.backends.processes.channels.rank_channels import RankChannels
@@ -32,7 +31,7 @@ from stageline.runtime.backends.processes.messages.shapes import ValueSpec, pred
 from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Message, MessageKey, MiniBatch, Purpose, Stream
-from stageline.runtime.optimizers.clipping import norm_table, norms_of
+from stageline.runtime.optimizers.clipping import exchange_norms
 from stageline.runtime.optimizers.speculation import sent_as
 from stageline.runtime.placement.layout import Layout
 from stageline.schedules.action import NO_VERSION, ONCE, Action, Kind
@@ -198,10 +197,9 @@ class ProcessesTransport:
             # what follows exchanges gradients, and waits for all ranks itself
             self.meetings[key] = lambda: Message({}, 0.0)
             return
-        collectives = self.backend.collectives
-        table = norm_table(numbers, len(self.layout.parameter_numbers), collectives.device)
-        arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
-        self.meetings[key] = lambda: Message(norms_of(arrive()), 0.0)
+        count = len(self.layout.parameter_numbers)
+        arrive = exchange_norms(numbers, count, self.backend.collectives)
+        self.meetings[key] = lambda: Message(arrive(), 0.0)
 
     def _route(self, key: MessageKey) -> Route:
         position, send = key
