@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.accelerators.access_order import Event, SimulatedStream
+from stageline.runtime.accelerators.access_order import Access, Event, SimulatedStream
 from stageline.runtime.accelerators.host_waits import HostCopies
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.runtime.accelerators.watched_operators import WatchedOperators
@@ -82,12 +82,10 @@ class CheckedAccelerator:
         with simulation.paused():
             copy = exact_copy(tensor)
         with simulation.lock:
-            simulation.allocated([copy], simulation.queue(what, own), device=self)
+            simulation.allocated([copy], simulation.queue(what, own), self)
             stream.wait(own.event())
             queued = simulation.queue(what, stream)
-            for each, verb in ((tensor, "read"), (copy, "written")):
-                memory = simulation.memory_of(each)
-                if memory is not None:
-                    simulation.use(memory, queued, verb)
+            simulation.use([tensor], Access(*queued, "read"))
+            simulation.use([copy], Access(*queued, "written"))
             own.wait(stream.event())
         return copy
