@@ -8,7 +8,7 @@ different streams have to be ordered by events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -71,10 +71,6 @@ class CheckedAccelerator:
 
     def download(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor, "a copy to the host", self.simulation.current(self))
-
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.keep_alive(tensor)
 
     def _copied(self, tensor: Tensor, what: str, stream: SimulatedStream) -> Tensor:
         """Return a copy in memory of the current stream, made by a stream that it waits for."""
