@@ -2,7 +2,7 @@
 
     python benchmarks/stream_mutants.py             a line for each place, some minutes
     python benchmarks/stream_mutants.py --list      the places, and nothing is run
-    python benchmarks/stream_mutants.py --overhead  what a checked step takes beside an unchecked one
+    python benchmarks/stream_mutants.py --overhead  how much longer a checked step takes
 
 Each is removed in a copy of the tree: a wait or a keep-alive is left out, an event counts as one
 that has occurred long ago, and what was queued on another stream is queued on the current one. Then
@@ -43,6 +43,7 @@ SIMULATION = (
 REMOVED = {  # the call, and what takes its place
     "wait_event": "None",
     "keep_alive": "None",
+    "record_stream": "None",
     "hand_over": "None",
     "record_event": "{}",  # of no stream: the simulated event that comes after nothing
     "queueing_on": "__import__('contextlib').nullcontext()",
