@@ -8,7 +8,7 @@ different streams have to be ordered by events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.accelerators.access_order import Event, SimulatedStream
+from stageline.runtime.accelerators.access_order import Access, Event, SimulatedStream
 from stageline.runtime.accelerators.host_waits import HostCopies
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.runtime.accelerators.watched_operators import WatchedOperators
@@ -73,10 +73,6 @@ class CheckedAccelerator:
     def download(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor, "a copy to the host", self.simulation.current(self))
 
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.keep_alive(tensor)
-
     def record_time(self) -> float:
         """Return the host's time: operators run at once."""
         return perf_counter()
@@ -93,12 +89,10 @@ class CheckedAccelerator:
         with simulation.paused():
             copy = exact_copy(tensor)
         with simulation.lock:
-            simulation.allocated([copy], simulation.queue(what, own), device=self)
+            simulation.allocated([copy], simulation.queue(what, own), self)
             stream.wait(own.event())
             queued = simulation.queue(what, stream)
-            for each, verb in ((tensor, "read"), (copy, "written")):
-                memory = simulation.memory_of(each)
-                if memory is not None:
-                    simulation.use(memory, queued, verb)
+            simulation.use([tensor], Access(*queued, "read"))
+            simulation.use([copy], Access(*queued, "written"))
             own.wait(stream.event())
         return copy
