@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.runtime.backends.processes.backend import ProcessesBackend
-from stageline.runtime.backends.processes.messages.channels import Incoming
+from stageline.runtime.backends.processes.messages.gloo_messages import Incoming
 from stageline.runtime.engine.minibatch import Message, MessageKey
 from stageline.zoo.emulated import Occupy
 

@@ -29,7 +29,9 @@ class Options:
     through it, unless `shared_memory` is False: then over gloo, as between machines.
     `check_streams` treats ranks on CPU as accelerators: streams are simulated, messages between
     processes go over channels with NCCL's rules, and memory that is used in no certain order
-    raises `StreamOrderError`.
+    raises `StreamOrderError`. Processes with accelerators tell each other the forms of messages in
+    the first step with batches of a size; without `fixed_message_forms`, with each message, which
+    costs the host a wait for each.
 
     Two are for models whose forward is recorded, and may be given to `Pipeline` itself as well:
     `opaque` names modules that are never cut, and `cut_at` the layers that stages begin with.
@@ -48,5 +50,6 @@ class Options:
     timeout: float = 60.0
     shared_memory: bool = True
     check_streams: bool = False
+    fixed_message_forms: bool = True
     opaque: Sequence[str] = ()
     cut_at: Sequence[str] = ()

@@ -21,7 +21,7 @@ from stageline.model.uncut import unmarked
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
 from stageline.runtime.batches.microbatches import first_microbatch, pair
-from stageline.runtime.devices import Device, by_rank
+from stageline.runtime.devices import Device, accelerators_of, by_rank
 from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
 from stageline.runtime.engine.session import Session
 from stageline.runtime.engine.sharded_layers import check_not_recorded, check_sharded
@@ -87,10 +87,12 @@ def open_pipeline(
     _check_layers(layers, stages, order)
     modes = recompute_modes(recompute, order.num_stages)
     settings = _settings(loss_fn, modes, functions, options)
-    connected = open_backend(backend, order, devices_by_rank, mesh, options)
+    accelerators = accelerators_of(devices_by_rank, simulated=options.check_streams)
+    connected = open_backend(backend, order, devices_by_rank, accelerators, mesh, options)
     here = ranks_of_process(connected, order)
     uses_threads = backend == "threads"
-    layout = Layout(layers, order, stages, devices_by_rank, here, tuple(costs), uses_threads)
+    places = devices_by_rank, here, tuple(costs), uses_threads, accelerators
+    layout = Layout(layers, order, stages, *places)
     return open_session(layout, settings, connected, options.seed, init_fn)
 
 

@@ -243,9 +243,9 @@ def active_modes(function: Sequence[Any], dispatched: Sequence[Any]) -> Iterator
             where._pop_mode()
 
 
-def takes_generator(operator: Any) -> bool:
-    """Return whether an operator has an argument `generator`."""
-    return any(argument.name == "generator" for argument in operator._schema.arguments)
+def operator_schema(operator: Any) -> Any:
+    """Return the schema of an operator; None for one that takes functions."""
+    return getattr(operator, "_schema", None)
 
 
 # Modules

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tests.distributed.launch import launch
 from tests.distributed.test_run_command import stageline
 
@@ -16,9 +17,10 @@ import stageline as sl
 from stageline.planning.cluster.measure_links import LARGE
 
 
-def test_a_slow_network_is_told_from_fast_machines_by_every_rank() -> None:
+@pytest.mark.parametrize("devices", [(), ("simulated",)], ids=["hosts", "devices"])
+def test_a_slow_network_is_told_from_fast_machines_by_every_rank(devices: tuple[str, ...]) -> None:
     """Between machines a small message is 5 ms late and a large one 50 ms."""
-    ends = launch("links", 4, "a,a,b,b", "5")
+    ends = launch("links", 4, "a,a,b,b", "5", *devices)
     assert [ended.code for ended in ends] == [0] * 4, ends
     assert len({ended.output for ended in ends}) == 1
     levels = {
@@ -33,6 +35,15 @@ def test_a_slow_network_is_told_from_fast_machines_by_every_rank() -> None:
     assert network[2] < LARGE / 0.045 < machine[2]
     assert f"link of 1 and 2: Link(latency={network[1]!r}" in ends[0].output
     assert f"Device(memory={3 * 2**30}.0" in ends[0].output
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(sl.PlanError, match=r"device is .cuda:1., but .*: omit it to measure"):
+        sl.measure_links(device="cuda:1")
 
 
 @pytest.mark.slow

@@ -79,11 +79,13 @@ def test_a_pipeline_offloads_activations_if_its_plan_does(monkeypatch: pytest.Mo
     cluster = cluster_of(4, "5.1MiB", host_bandwidth=2 * MIB)
     options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"], "num_ranks": 4}
     plan = sl.plan(profile, cluster, batch_size=8, **options)
-    asked: list[torch.device] = []
-    monkeypatch.setattr("stageline.runtime.engine.assembly.host_memory", asked.append)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "stageline.runtime.engine.assembly.HostMemory", lambda _, stage: asked.append(stage)
+    )
     layers = [sl.Layer(f"layer{n}", nn.Linear(2, 2)) for n in range(4)]
-    sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, devices=["cpu"] * 4)
-    assert len(asked) == 4
+    sl.Pipeline(layers, nn.functional.mse_loss, plan=plan, options=sl.Options(check_streams=True))
+    assert asked == [0, 1, 2, 3]
 
 
 def test_a_slow_device_gets_fewer_layers() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from stageline.cli.options import DeviceMemory, NumProcesses, SaveFile
@@ -17,6 +19,10 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables tha
 def links(
     num_processes: NumProcesses = 2,
     memory: DeviceMemory = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Kind of device, e.g. cuda: measure between those of the ranks."),
+    ] = None,
     save: SaveFile = Path("cluster.json"),
 ) -> None:
     """Measure the latency and bandwidth of the links between processes.
@@ -31,7 +37,7 @@ def links(
     """
     check_file(save)
     if set(TORCHRUN) <= os.environ.keys():
-        _measure(memory, save)
+        _measure(memory, device, save)
         return
     if num_processes < 2:
         raise PlanError(
@@ -42,12 +48,14 @@ def links(
         from stageline import Device  # noqa: PLC0415
         from stageline.cli.launch import exit_on_signal, launch_module  # noqa: PLC0415
     options = ["--memory", str(Device(memory).memory_bytes)] if memory else []
+    options += ["--device", device] if device else []
     with exit_on_signal():
         launch_module("stageline", ["links", "--save", str(save), *options], num_processes)
 
 
-def _measure(memory: str | None, path: Path) -> None:
+def _measure(memory: str | None, device: str | None, path: Path) -> None:
     """Measure links as one of several processes; the first one prints and saves the result."""
+    own = f"{device}:{os.environ['LOCAL_RANK']}" if device and device != "cpu" else None
     is_first = os.environ["RANK"] == "0"
     console = Console(stderr=True, quiet=not is_first)
     with loading_torch(console):
@@ -57,7 +65,7 @@ def _measure(memory: str | None, path: Path) -> None:
     with console.status("waiting for the other ranks"):
         dist.init_process_group("gloo")
     try:
-        cluster = measure_links(memory=memory)
+        cluster = measure_links(device=own, memory=memory)
     finally:
         dist.destroy_process_group()
     if is_first:

@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import INPUT, Layer, LayerSequence, Value
 from stageline.model.named_places import named_places
 from stageline.model.recording.preserved import preserved_attributes, preserved_foreign_random
@@ -37,7 +38,7 @@ def _run(layer: Layer, given: list[Any]) -> tuple[Any, int]:
     with (
         warnings.catch_warnings(action="ignore"),  # of gradients that a checkpoint misses
         torch.no_grad(),
-        torch.random.fork_rng(devices=[]),  # what is made without a device is not on meta
+        preserved_generators(),  # what is made without a device is not on meta
         preserved_attributes(modules),
         preserved_foreign_random(),
         FlopCounterMode(display=False) as counter,

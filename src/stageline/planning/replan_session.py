@@ -97,5 +97,5 @@ def _move(
         move_tensors(moves, state, collectives)
         state.restore_groups(layout.parameters())
     move_to_devices(layers, layout.device_of_layer, optimizer)
-    tied = TiedWeights.of(layers, layout.device_of_layer)
+    tied = TiedWeights.of(layers, layout.accelerator_of_layer)
     session.assembly = assemble(layout, old.settings, collectives, tied, None)

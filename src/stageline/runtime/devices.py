@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from stageline.errors import ModelError
-from stageline.model import trees
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
+from stageline.runtime.accelerators.simulation import Simulation
+from stageline.runtime.accelerators.torch_accelerator import TorchAccelerator
 
 Device = torch.device | str
 
@@ -31,24 +32,44 @@ def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.dev
         raise ModelError(f"devices is {list(devices)}, but torch does not know them all") from error
 
 
-def moved(tree: Any, device: torch.device | None) -> Any:
-    """Return a tree with its tensors on a device; None leaves them where they are.
+def accelerators_of(
+    devices: Sequence[torch.device | None], *, simulated: bool
+) -> tuple[Accelerator | None, ...]:
+    """Return each rank's accelerator, or None for one that computes on the CPU.
 
-    Copies between GPUs wait for both sides' work, as torch's do.
+    `simulated` gives ranks on the CPU an accelerator that checks the order of its streams: ranks
+    without a device one each, others one for each device.
     """
-    if device is None:
-        return tree
-    return trees.map_leaves(
-        lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, tree
-    )
+    by_device: dict[object, Accelerator] = {}
+    simulation = Simulation() if simulated else None
+    found = []
+    for rank, device in enumerate(map(_numbered, devices)):
+        key = rank if device is None else device
+        if key not in by_device and (own := _accelerator(device, simulation)):
+            by_device[key] = own
+        found.append(by_device.get(key))
+    return tuple(found)
 
 
-def default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return the generators that operators of a rank draw from: the CPU's, and its device's."""
-    if device is None or device.type == "cpu":
-        return [torch.default_generator]
-    own: Any = torch.get_device_module(device).default_generators
-    return [torch.default_generator, own[device.index or 0]]
+def _numbered(device: torch.device | None) -> torch.device | None:
+    """Return a device with its number: without one it is the current one of its kind."""
+    if device is None or device.type == "cpu" or str(device) != device.type:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _accelerator(device: torch.device | None, simulation: Simulation | None) -> Accelerator | None:
+    if device is not None and device.type != "cpu":
+        here = torch.accelerator.current_accelerator()
+        return TorchAccelerator(device) if here and here.type == device.type else None
+    return CheckedAccelerator(device or torch.device("cpu"), simulation) if simulation else None
+
+
+def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractContextManager[object]:
+    """Return a context in which simulated devices check what the caller's thread does, too."""
+    checked = (each for each in accelerators if isinstance(each, CheckedAccelerator))
+    first = next(checked, None)
+    return first.rank_thread() if first else nullcontext()
 
 
 def current(device: torch.device | None) -> AbstractContextManager[object]:

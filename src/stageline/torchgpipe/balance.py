@@ -33,7 +33,7 @@ def balance_by_time(
 ) -> list[int]:
     """Return a balance whose slowest partition takes the least time, forward and backward.
 
-    Copies of the layers run on `device`, by default the current CUDA device if there is one, in
+    Copies of the layers run on `device`, by default the current accelerator if there is one, in
     training mode, for about `timeout` seconds.
     """
     if any(parameter.grad is not None for parameter in module.parameters()):
@@ -88,7 +88,8 @@ def _costs(
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")
 
 
 def _on(place: torch.device, batch: Tensors) -> Tensors:

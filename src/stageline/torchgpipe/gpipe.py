@@ -68,7 +68,7 @@ class GPipe(nn.Module):
         verify_skippables(module)
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        given = range(torch.cuda.device_count()) if devices is None else devices
+        given = range(torch.accelerator.device_count()) if devices is None else devices
         places = [*map(torch.device, given)]
         try:
             split = split_module(module, balance, places)

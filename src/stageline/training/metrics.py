@@ -21,6 +21,7 @@ from stageline.model import trees
 from stageline.pipeline import Pipeline
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
+from stageline.runtime.accelerators.measured_devices import peak_bytes
 from stageline.runtime.batches.microbatches import num_samples
 from stageline.runtime.batches.result import StepResult
 from stageline.training.data import Batch
@@ -132,8 +133,8 @@ def num_tokens(inputs: Any) -> int | None:
 
 def peak_memory(devices: set[torch.device]) -> int:
     """Return the peak bytes of this process's accelerators, or of the process if it has none."""
-    if cuda := [device for device in devices if device.type == "cuda"]:
-        return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
+    if (num_bytes := peak_bytes(devices)) is not None:
+        return num_bytes
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

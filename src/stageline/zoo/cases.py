@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import LayerSequence
 from stageline.options import Options
-from stageline.pipeline import Pipeline
+from stageline.pipeline import Pipeline, session_of
+from stageline.runtime.devices import watching_caller
 from stageline.runtime.settings import LossFunction
 from stageline.schedules.build import build_schedule
 from stageline.zoo.branches import branches
@@ -65,7 +67,7 @@ class Trained(NamedTuple):
 
 def make_case(name: str) -> Case:
     """Return a new copy of a case; its weights and data are the same at every call."""
-    with torch.random.fork_rng(devices=[]):
+    with preserved_generators():
         torch.manual_seed(1)
         layers, loss_fn, batch = CASES[name]()
         return Case(layers, loss_fn, tuple(batch(length) for length in LENGTHS))
@@ -85,11 +87,11 @@ def pipelined(case: Case, num_microbatches: int = NUM_MICROBATCHES, **options: A
     options |= {"num_microbatches": num_microbatches, "seed": SEED}
     pipe = Pipeline(case.layers, case.loss_fn, **grouped(options))
     losses = []
-    for inputs, target in case.batches:
-        losses.append(float(pipe.step(inputs, target).loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    pipe.close()
+    with pipe, watching_caller(session_of(pipe).assembly.layout.accelerators):
+        for inputs, target in case.batches:
+            losses.append(float(pipe.step(inputs, target).loss))
+            optimizer.step()
+            optimizer.zero_grad()
     return Trained(_tensors(case, optimizer), losses)
 
 

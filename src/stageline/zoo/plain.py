@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import LayerSequence
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.torch_private import BatchNormBase
@@ -37,7 +38,7 @@ def train_plainly(
     doubles = untie(layers)
     norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
-    with torch.random.fork_rng(devices=[]):
+    with preserved_generators():
         for step, (inputs, target) in enumerate(batches):
             sizes = even_sizes(len(target), num_microbatches)
             parts = zip(cut(inputs, sizes), cut(target, sizes), strict=True)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stageline.model.device_settings import preserved_generators
 from stageline.model.layers import LayerSequence
 from stageline.torch_private import BatchNormBase
 from stageline.zoo.plain import Batch, add_up, cut, even_sizes, forward, statistics, untie
@@ -50,7 +51,7 @@ def train_asynchronously(
     stages = [VersionedStage(part, make_optimizer, make_scheduler) for part in parts]
     norms = [part for part in layers.modules.modules() if isinstance(part, BatchNormBase)]
     losses = []
-    with torch.random.fork_rng(devices=[]):
+    with preserved_generators():
         for step, (inputs, target) in enumerate(batches):
             sizes = even_sizes(len(target), num_microbatches)
             loss = 0.0

@@ -14,6 +14,7 @@ from torch import nn
 
 from stageline.errors import ModelError
 from stageline.model import trees
+from stageline.model.device_settings import preserved_generators
 from stageline.torch_private import MODULE_TABLES
 
 PARAMETERS, _, MODULES = MODULE_TABLES
@@ -27,7 +28,7 @@ def preserved_values(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
     before, dtype = _foreign_random_states(), torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with preserved_generators():
             yield
             drew = _foreign_random_states() != before
     finally:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model import trees
+from stageline.model.device_settings import seed_generators
 from stageline.model.recording.interception.constants import OWN_MODULE
 from stageline.model.recording.interception.tape_recorder import (
     HowToRecord,
@@ -94,7 +95,7 @@ def _attempt(
             stack.enter_context(recorder.operators)
             stack.enter_context(recorder)
             if how.seed:
-                torch.manual_seed(how.seed)
+                seed_generators(how.seed)
             args, kwargs = recorder.own_inputs(arguments)
             output = model(*args, **kwargs)
             with recorder.inside():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stageline.model import trees
+from stageline.model.device_settings import device_types
 
 START = "start"  # in the place of a module's name, before the first call
 
@@ -158,7 +159,7 @@ class Context(NamedTuple):
             torch.is_inference_mode_enabled(),
             tuple(
                 (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in ("cpu", "cuda")
+                for device in device_types()
             ),
         )
 

@@ -6,47 +6,42 @@
 Each rank exchanges messages with the next. Most messages of a pipeline take these links, and their
 number grows linearly with the ranks, where that of all pairs grows with the square. The round trip
 of a small message is twice the latency; a large one takes its bytes over the bandwidth on top.
-Messages go where those of a pipeline go: through shared memory within a machine, else over gloo.
+Messages go where those of a pipeline go: over a channel between devices, or from host to host,
+through shared memory within a machine, else over gloo.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import groupby, pairwise
 from statistics import median
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stageline.costs import Link
 from stageline.errors import PlanError, StageError
-from stageline.model.layers import Value
+from stageline.model.device_settings import device_types, with_index
 from stageline.planning.cluster.cluster import ByteSize, Cluster, Device, Level
+from stageline.planning.cluster.link_probes import TIMEOUT, open_ways
 from stageline.planning.console import progress_bar
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.measured_devices import device_memory
+from stageline.runtime.backends.processes.channels.open_channels import Pair
 from stageline.runtime.backends.processes.exchange import gather
 from stageline.runtime.backends.processes.groups import OwnedGroup
-from stageline.runtime.backends.processes.messages.layout import MessageLayout
-from stageline.runtime.backends.processes.messages.local_links import LocalLink, open_links
 from stageline.runtime.backends.processes.messages.message_parts import RankLost
-from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
-from stageline.runtime.backends.processes.messages.shapes import ValueSpec
-from stageline.runtime.engine.minibatch import Message
-from stageline.schedules.action import Action, Kind
+from stageline.runtime.devices import accelerators_of, by_rank
 from stageline.units import format_bytes
 
 SMALL, LARGE = 64, 2**23  # bytes of a message
 SMALL_PER_LARGE = 10  # small messages for each large one
 # The first rounds do not count: buffers are newly allocated, connections newly made.
 WARM_UP_ROUNDS, ROUNDS = 2, 7
-TIMEOUT = timedelta(minutes=1)  # to wait for another rank
-ANY_KEY, ANY_VALUE = (0, Action(0, Kind.SEND_F, 0, peer=1)), Value(0, "x")
 
 
 class MessageSeconds(NamedTuple):
@@ -56,75 +51,69 @@ class MessageSeconds(NamedTuple):
     large: float
 
 
-class Probe(NamedTuple):
-    """A message that is sent to measure a link."""
-
-    tensor: Tensor
-    layout: MessageLayout
-
-    @staticmethod
-    def of(num_bytes: int) -> Probe:
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Probe(tensor, MessageLayout(True, (ANY_VALUE,), (ValueSpec.of(tensor),)))
-
-
-class Channels(NamedTuple):
-    """The ways to other ranks: links within the machine, and a group for all others."""
-
-    links: Mapping[int, LocalLink]
-    group: dist.ProcessGroup
-
-    def send(self, probe: Probe, peer: int) -> None:
-        if link := self.links.get(peer):
-            link.send(ANY_KEY, probe.layout, Message({ANY_VALUE: probe.tensor}, 0.0))
-        else:
-            dist.send(probe.tensor, peer, self.group)
-
-    def receive(self, probe: Probe, peer: int) -> None:
-        if link := self.links.get(peer):
-            link.take(ANY_KEY, probe.layout)
-        else:
-            dist.recv(probe.tensor, peer, self.group)
-
-
-class RankMeasurement(NamedTuple):
-    """The memory of a rank, and the message times to the next rank, if there is one."""
-
-    memory: float
-    to_next: MessageSeconds | None
-
-
-def measure_links(*, memory: ByteSize | None = None, progress: bool = True) -> Cluster:
+def measure_links(
+    *,
+    device: torch.device | str | None = None,
+    memory: ByteSize | None = None,
+    progress: bool = True,
+) -> Cluster:
     """Measure the links between all ranks and return them as a cluster, the same on every rank.
 
-    All ranks have to call it. The cluster has a level for the ranks of one machine, which share a
-    host name, and one for the machines; each level has the median of its links. `memory` is that of
-    one device. By default it is the GPU's memory, or the machine's divided by its number of ranks,
-    and the smallest over all ranks.
+    All ranks have to call it. With a `device`, the one of this rank, messages go from device to
+    device, and else between the memories of hosts. The cluster has a level for the ranks of one
+    machine, which share a host name, and one for the machines; each level has the median of its
+    links. `memory` is that of one device. By default it is the GPU's memory, or the machine's
+    divided by its number of ranks, and the smallest over all ranks.
     """
     _check(memory)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    try:
-        with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=TIMEOUT))) as own:
-            ranks_per_machine = count_ranks_per_machine(gather(socket.gethostname(), own.now))
-            total = (WARM_UP_ROUNDS + ROUNDS) * (num_ranks - 1)
-            near = connect_neighbours(range(num_ranks), own.now, shares_memory=True)
-            links = open_links(near, TIMEOUT.total_seconds())
-            with progress_bar(total, "exchanges", enabled=progress and rank == 0) as begin:
-                to_next = _measure(rank, num_ranks, Channels(links, own.now), begin)
-            for link in links.values():
-                link.close()
-            mine = RankMeasurement(_memory(ranks_per_machine), to_next)
-            measurements = gather(mine, own.now)
-    except (OSError, RankLost, RuntimeError) as error:
-        raise StageError(
-            f"rank {rank} lost the connection to another rank while measuring links: check "
-            f"whether a process has exited\n  {error}"
-        ) from None
-    found = [link_of(each.to_next) for each in measurements if each.to_next]
+    accelerator = None if device is None else _accelerator(device)
+    num_ranks = dist.get_world_size()
+    is_shown = progress and dist.get_rank() == 0
+    with _connected() as group:
+        ranks_per_machine = count_ranks_per_machine(gather(socket.gethostname(), group))
+        pairs = [*pairwise(range(num_ranks))]
+        with progress_bar(num_rounds() * len(pairs), "exchanges", enabled=is_shown) as begin:
+            seconds = measure_pairs(pairs, accelerator, group, begin)
+        memories = gather(_memory(ranks_per_machine), group)
+    links = [link_of(seconds[pair]) for pair in pairs]
     if memory is None:
-        memory = min(each.memory for each in measurements)
-    return Cluster(num_ranks, memory, levels=levels_of(ranks_per_machine, found))
+        memory = min(memories)
+    return Cluster(num_ranks, memory, levels=levels_of(ranks_per_machine, links))
+
+
+def measure_pairs(
+    pairs: Sequence[Pair],
+    accelerator: Accelerator | None,
+    group: dist.ProcessGroup,
+    begin: Callable[[], None] = lambda: None,
+) -> dict[Pair, MessageSeconds]:
+    """Return the median message times between pairs of ranks, the same on every rank.
+
+    `group` is one of gloo, of all ranks. Each round measures every pair once while the other ranks
+    wait, so that a machine that is slow for a while affects all links alike.
+    """
+    rank = dist.get_rank()
+    # of three between devices the first may begin before the other rank has queued its own
+    num_large = 1 if accelerator is None else 3
+    times: dict[Pair, list[MessageSeconds]] = {}
+    with open_ways(pairs, accelerator, group) as ways:
+        for number in range(num_rounds()):
+            for pair in pairs:
+                begin()
+                if rank in pair:
+                    small = median(ways.round_trips(SMALL, rank, pair, SMALL_PER_LARGE))
+                    large = median(ways.round_trips(LARGE, rank, pair, num_large))
+                    if number >= WARM_UP_ROUNDS:
+                        times.setdefault(pair, []).append(MessageSeconds(small / 2, large / 2))
+                dist.barrier(group)
+    own = {pair: MessageSeconds(*map(median, zip(*t, strict=True))) for pair, t in times.items()}
+    everyone = gather(own, group)
+    return {pair: everyone[pair[0]][pair] for pair in pairs}
+
+
+def num_rounds() -> int:
+    """Return how often each pair is measured."""
+    return WARM_UP_ROUNDS + ROUNDS
 
 
 def link_of(seconds: MessageSeconds) -> Link:
@@ -183,6 +172,19 @@ def count_ranks_per_machine(hosts: Sequence[str]) -> int:
     return int(sizes[0])
 
 
+def _accelerator(device: torch.device | str) -> Accelerator | None:
+    """Return a device's accelerator, or None for the CPU."""
+    (place,) = by_rank([device], 1)
+    assert place is not None
+    is_here = place.type in device_types() and torch.accelerator.is_available()
+    if place.type != "cpu" and not is_here:
+        raise PlanError(
+            f"device is {str(device)!r}, but torch finds no such device here: omit it to measure "
+            "messages between the memories of hosts"
+        )
+    return accelerators_of([with_index(place)], simulated=False)[0]
+
+
 def _check(memory: ByteSize | None) -> None:
     if memory is not None:
         Device(memory)  # raises before anything is measured
@@ -197,42 +199,21 @@ def _check(memory: ByteSize | None) -> None:
 
 
 def _memory(ranks_per_machine: int) -> float:
-    """Return this rank's GPU memory (untested on hardware), or its share of the machine's."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    """Return the memory of this rank's device, or its share of the machine's."""
+    if (num_bytes := device_memory()) is not None:
+        return float(num_bytes)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_machine
 
 
-def _measure(
-    rank: int, num_ranks: int, channels: Channels, begin: Callable[[], None]
-) -> MessageSeconds | None:
-    """Return the median message times to the next rank, or None on the last rank.
-
-    Each round measures every pair once while the other ranks wait, so that a machine that is
-    slow for a while affects all links alike.
-    """
-    times: list[MessageSeconds] = []
-    small, large = Probe.of(SMALL), Probe.of(LARGE)
-    for number in range(WARM_UP_ROUNDS + ROUNDS):
-        for pair in pairwise(range(num_ranks)):
-            begin()
-            if rank in pair:
-                pings = [_one_way(small, rank, pair, channels) for _ in range(SMALL_PER_LARGE)]
-                seconds = MessageSeconds(median(pings), _one_way(large, rank, pair, channels))
-                if rank == pair[0] and number >= WARM_UP_ROUNDS:
-                    times.append(seconds)
-            dist.barrier(channels.group)
-    return MessageSeconds(*map(median, zip(*times, strict=True))) if times else None
-
-
-def _one_way(probe: Probe, rank: int, pair: tuple[int, int], channels: Channels) -> float:
-    """Send a message there and back, and return half of the time; valid on the first rank."""
-    first, second = pair
-    start = perf_counter()
-    if rank == first:
-        channels.send(probe, second)
-        channels.receive(probe, second)
-    else:
-        channels.receive(probe, first)
-        channels.send(probe, first)
-    return (perf_counter() - start) / 2
+@contextmanager
+def _connected() -> Iterator[dist.ProcessGroup]:
+    """Connect all ranks over gloo; an error says that a rank was lost."""
+    rank = dist.get_rank()
+    try:
+        with closing(OwnedGroup(dist.new_group(backend="gloo", timeout=TIMEOUT))) as own:
+            yield own.now
+    except (OSError, RankLost, RuntimeError) as error:
+        raise StageError(
+            f"rank {rank} lost the connection to another rank while measuring links: check "
+            f"whether a process has exited\n  {error}"
+        ) from None

@@ -11,6 +11,7 @@ from torch import Tensor
 from stageline.errors import StageError
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
+from stageline.runtime.accelerators.measured_devices import device_of
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.checks import edges_of
@@ -30,7 +31,8 @@ class LayerForward(NamedTuple):
 class LayerRunner:
     """Runs layers one by one.
 
-    State: a stage for each layer, and the values that layers have written.
+    State: a stage for each layer, and the values that layers have written. `device` is the
+    accelerator that they run on, or None.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class LayerRunner:
             for numbers, values in zip(cuts, sent, strict=True)
         ]
         self.values: dict[Value, Any] = {Value(INPUT, n): value for n, value in inputs.items()}
+        self.device = device_of([*layers.modules.parameters(), *trees.tensors(dict(inputs))])
 
     def run_all(self) -> None:
         """Run the forward of every layer once, and keep the values that layers write."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
+
+from stageline.runtime.accelerators.measured_devices import timed
 
 MATRIX_SIZE = 1024  # 2 GFLOP per product, enough to keep any device busy
 COPIED_BYTES = 2**26  # more than caches hold
@@ -40,9 +41,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     times = []
     for _ in range(REPEATS):
-        start = perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(perf_counter() - start)
+        _, seconds = timed(work, device)
+        times.append(seconds)
     return median(times)

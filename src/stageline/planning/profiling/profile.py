@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stageline.arguments import check_size, renamed_argument
 from stageline.errors import PlanError
 from stageline.limits import MOST_PROCESSES, check_most
-from stageline.model.layers import LayerSequence
+from stageline.model.device_settings import preserved_generators
 from stageline.planning.console import progress_bar
 from stageline.planning.partition.partition import partition_layers
 from stageline.planning.profiling.activation_memory import measure_activation_bytes
@@ -46,6 +46,7 @@ from stageline.planning.profiling.trial.trial_pipeline import (
     TrialStep,
     host_costs,
 )
+from stageline.runtime.accelerators.measured_devices import device_name
 from stageline.runtime.parity.plain_loop import preserved_model
 
 WARM_UP_ROUNDS = 2  # not counted: memory is newly allocated, and the runtime observes layers
@@ -69,7 +70,8 @@ def profile(
     With a `loss_fn`, the loss is part of the last layer. `sizes` are numbers of samples per
     micro-batch, by default a quarter, a half and all of the example; for larger ones the example is
     repeated. If several `ranks` will share the cores of this machine, as many run concurrently, on
-    copies of the model. The model itself is left unchanged.
+    copies of the model. On an accelerator times are those between its events. The model itself is
+    left unchanged.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> found = profile(model, torch.ones(8, 4))
@@ -79,12 +81,12 @@ def profile(
     [0.0, 512.0, 0.0]
     """
     profiled = ProfiledModel.of(model, example_inputs, loss_fn, target)
-    _check(profiled.layers, repeats, ranks)
+    _check(profiled, repeats, ranks)
     all_sizes = profiled.microbatch_sizes(sizes)
     copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
     with (
         preserved_model(profiled.layers),
-        torch.random.fork_rng(devices=[]),
+        preserved_generators(),
         progress_bar(
             len(all_sizes) * (WARM_UP_ROUNDS + repeats), "rounds", enabled=progress
         ) as begin,
@@ -100,8 +102,8 @@ def profile(
         ]
         measurements = tuple(map(build_measurement, all_sizes, runners, times, memory, overheads))
     host = host_costs(trial.steps) if trial else NO_HOST_COSTS
-    device = _device_name(profiled.layers, ranks)
-    return Profile(profiled.names, measurements, tied_parameters(runners[0]), device, host)
+    name = _device_name(profiled.device, ranks)
+    return Profile(profiled.names, measurements, tied_parameters(runners[0]), name, host)
 
 
 def _run_rounds(
@@ -113,7 +115,7 @@ def _run_rounds(
 ) -> tuple[list[list[list[ActionSeconds]]], Trial | None]:
     """Return the times by round, size and layer, and the trial, which ran in the same rounds."""
     others = [[_with_values(each.runner(size)) for each in copies] for size in sizes]
-    empty = _with_values(_without_work().runner(1))
+    empty = _with_values(_without_work(runners[0].device).runner(1))
     warm_up = [run_round(runners, others, empty, begin) for _ in range(WARM_UP_ROUNDS)]
     rounds = []
     with _trial(copies, warm_up[-1][-1][:-1], sizes) as trial:
@@ -124,11 +126,16 @@ def _run_rounds(
     return rounds, trial
 
 
-def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
+def _check(profiled: ProfiledModel, repeats: int, ranks: int) -> None:
     for name, count in (("repeats", repeats), ("ranks", ranks)):
         check_size(name, count, error=PlanError)
         check_most(name, count, MOST_PROCESSES, error=PlanError)
-    for layer in layers:
+    if ranks > 1 and profiled.device is not None:
+        raise PlanError(
+            f"ranks is {ranks}, but the model is on {profiled.device}, and ranks with a device "
+            "each do not slow each other down: omit ranks"
+        )
+    for layer in profiled.layers:
         if any(tensor.is_meta for tensor in layer.module.parameters()):
             raise PlanError(
                 f"layer {layer.name!r} is on the meta device, but profile has to run it: build the "
@@ -136,9 +143,10 @@ def _check(layers: LayerSequence, repeats: int, ranks: int) -> None:
             )
 
 
-def _without_work() -> ProfiledModel:
+def _without_work(device: torch.device | None) -> ProfiledModel:
     """Return a model whose last layer does nothing; the first makes its input need a gradient."""
-    return ProfiledModel.of([nn.Linear(1, 1), Unchanged()], torch.ones(1, 1), None, None)
+    layers = [nn.Linear(1, 1, device=device), Unchanged()]
+    return ProfiledModel.of(layers, torch.ones(1, 1, device=device), None, None)
 
 
 class Unchanged(nn.Module):
@@ -224,8 +232,7 @@ def _spread(times: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-def _device_name(layers: LayerSequence, ranks: int) -> str:
-    weight = next(layers.modules.parameters(), None)
-    if weight is not None and weight.is_cuda:
-        return torch.cuda.get_device_name(weight.device)
+def _device_name(device: torch.device | None, ranks: int) -> str:
+    if device is not None:
+        return device_name(device)
     return f"cpu, {ranks} ranks at once, {torch.get_num_threads()} threads each"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from stageline.arguments import check_function
@@ -16,6 +17,7 @@ from stageline.model.own_loss import own_loss
 from stageline.model.uncut import unmarked
 from stageline.planning.profiling.layer_runner import LayerRunner
 from stageline.planning.profiling.resize_batch import microbatch_sizes, resize_batch
+from stageline.runtime.accelerators.measured_devices import device_of
 from stageline.runtime.batches import microbatches
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.stage.stage_values import Target
@@ -52,6 +54,11 @@ class ProfiledModel(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The names of the layers."""
         return tuple(layer.name for layer in self.layers)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator that the model is on, or None."""
+        return device_of(self.layers.modules.parameters())
 
     @property
     def num_samples(self) -> int:

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
-from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from stageline.planning.profiling.layer_runner import LayerRunner
-
-T = TypeVar("T")
+from stageline.runtime.accelerators.measured_devices import timed
 
 
 class ActionSeconds(NamedTuple):
@@ -48,23 +46,15 @@ def run_round(
 
 def _time_actions(runner: LayerRunner, number: int) -> ActionSeconds:
     """Time a layer in both ways, one after the other, so that other load affects both alike."""
-    whole, forward = _timed(lambda: runner.forward(number, in_halves=False))
+    device = runner.device
+    whole, forward = timed(lambda: runner.forward(number, in_halves=False), device)
     gradients = runner.output_gradients(whole)
-    _, backward = _timed(lambda: runner.backward(whole, gradients))
-    halves, forward_in_halves = _timed(lambda: runner.forward(number, in_halves=True))
+    _, backward = timed(lambda: runner.backward(whole, gradients), device)
+    halves, forward_in_halves = timed(lambda: runner.forward(number, in_halves=True), device)
     gradients = runner.output_gradients(halves)
-    _, input_grad = _timed(lambda: runner.backward(halves, gradients))
-    _, weight_grad = _timed(lambda: runner.weight_gradients(halves))
+    _, input_grad = timed(lambda: runner.backward(halves, gradients), device)
+    _, weight_grad = timed(lambda: runner.weight_gradients(halves), device)
     return ActionSeconds(forward, backward, forward_in_halves, input_grad, weight_grad)
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return a result and its time, including work queued on a GPU (untested on hardware)."""
-    start = perf_counter()
-    result = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return result, perf_counter() - start
 
 
 @contextmanager

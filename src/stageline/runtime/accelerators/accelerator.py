@@ -1,7 +1,7 @@
 """The interface to a device whose work is queued: all that Stageline asks of streams and events.
 
-    stream A │ write x ── event ──┐          what is queued on one stream runs in order; streams
-    stream B │            wait ───┴─► read x     run beside each other, unless one waits for an event
+    stream A │ write x ── event ──┐              what is queued on one stream runs in order;
+    stream B │            wait ───┴─► read x     streams run beside each other, unless one waits
 
 The host does not wait for any of it. `torch_accelerator.py` is the real one, and
 `checked_accelerator.py` simulates streams on a CPU and raises where an event is missing.
@@ -9,7 +9,7 @@ The host does not wait for any of it. `torch_accelerator.py` is the real one, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,8 +22,13 @@ class Accelerator(Protocol):
 
     device: torch.device
 
-    def rank_thread(self) -> AbstractContextManager[object]:
-        """Return a context in which a rank's thread works on this device."""
+    def rank_thread(
+        self, action: Callable[[], object] | None = None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which a rank's thread works on this device.
+
+        `action` returns what the rank does at the moment, for errors.
+        """
 
     def new_stream(self, purpose: str) -> Any:
         """Return another stream of the device; `purpose` names it in errors."""
@@ -47,6 +52,9 @@ class Accelerator(Protocol):
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:
         """Return a copy of another device's tensor, made on the current streams of both."""
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the caller's on this device: itself, or a copy if it is elsewhere."""
+
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in host memory, made on the current stream."""
 
@@ -55,3 +63,12 @@ class Accelerator(Protocol):
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors that a rank made to the caller, whose stream has waited for them."""
+
+    def record_time(self) -> Any:
+        """Return an event that will hold the device's time when the current stream is there."""
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Return the time between two events of `record_time` that have occurred."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has nothing to do: never within a step."""

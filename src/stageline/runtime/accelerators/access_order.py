@@ -19,13 +19,15 @@ class SimulatedStream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_queued = 0
-        self.done_before: dict[SimulatedStream, int] = {}
-        self.freed: list[Memory] = []  # memory that the next thing queued may reuse
+        self.done_before: Event = {}
+        self.released: list[Memory] = []  # that the next thing queued may reuse
 
     def queue(self) -> int:
-        """Queue something; return its number."""
+        """Queue something; return its number. It may be given memory that was released before."""
         self.num_queued += 1
         self.done_before[self] = self.num_queued
+        while self.released:
+            self.released.pop().check_reuse()
         return self.num_queued
 
     def event(self) -> Event:
@@ -47,31 +49,37 @@ class Access(NamedTuple):
 
     stream: SimulatedStream
     number: int
-    place: str  # the operator, and the line of code that called it
-    writes: bool
+    place: str  # the operator, the line of code that called it, and what the rank did
+    verb: str = "read"  # or "written", or "allocated"
+
+    @property
+    def writes(self) -> bool:
+        return self.verb != "read"
 
     def __str__(self) -> str:
-        verb = "written" if self.writes else "read"
-        return f"{verb} on {self.stream.name} by {self.place}"
+        return f"{self.verb} on {self.stream.name} by {self.place}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
-    """One block of memory. State: who used it last, and which streams it is kept alive for."""
+    """One block of memory. State: who used it last, and which streams it is kept alive for.
 
-    owner: SimulatedStream  # on which it was allocated
-    last_write: Access
+    Memory that was there before anything was observed has no owner, and is in no danger of reuse.
+    """
+
+    owner: SimulatedStream | None = None  # on which it was allocated
+    last_write: Access | None = None
     last_uses: dict[SimulatedStream, Access] = field(default_factory=dict)
     kept_for: set[SimulatedStream] = field(default_factory=set)
 
     def use(self, access: Access) -> None:
         """Raise unless the access comes after all that it must not overlap with."""
-        earlier = [self.last_write, *self.last_uses.values()] if access.writes else [self.last_write]
-        for other in earlier:
-            if other.stream is not access.stream and not access.stream.comes_after(other):
+        earlier = [*self.last_uses.values()] if access.writes else []
+        for other in [*earlier, self.last_write] if self.last_write else earlier:
+            if not access.stream.comes_after(other):
                 raise StreamOrderError(
-                    f"memory is {access}, but nothing makes that wait until it was {other}: record "
-                    "an event behind the first, and wait for it before the second"
+                    f"memory is {access}\n  but nothing makes that wait until it was {other}:\n"
+                    "  record an event behind the first, and wait for it before the second"
                 )
         self.last_uses[access.stream] = access
         if access.writes:
@@ -79,10 +87,10 @@ class Memory:
 
     def check_reuse(self) -> None:
         """Raise if streams may still use the memory when its owner reuses it."""
+        assert self.owner is not None
         for stream, access in self.last_uses.items():
-            is_kept = stream is self.owner or stream in self.kept_for
-            if not is_kept and not self.owner.comes_after(access):
+            if stream not in self.kept_for and not self.owner.comes_after(access):
                 raise StreamOrderError(
-                    f"memory of {self.owner.name} was released and may be reused, but nothing "
-                    f"makes that wait until it was {access}: keep it alive for that stream"
+                    f"memory of {self.owner.name} was released and may be reused,\n  but nothing "
+                    f"makes that wait until it was {access}:\n  keep it alive for that stream"
                 )

@@ -5,7 +5,7 @@ This has not run on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ class TorchAccelerator:
         self.device = device
 
     @contextmanager
-    def rank_thread(self) -> Iterator[None]:
+    def rank_thread(self, action: Callable[[], object] | None = None) -> Iterator[None]:  # noqa: ARG002
         """Make it the device of this thread, for kernels and for tensors without a device."""
         with torch.accelerator.device_index(self.device.index):
             yield
@@ -34,7 +34,8 @@ class TorchAccelerator:
         return stream
 
     def record_event(self) -> torch.Event:
-        return self._current.record_event()
+        event: torch.Event = self._current.record_event()
+        return event
 
     def wait_event(self, event: torch.Event) -> None:
         self._current.wait_event(event)
@@ -45,9 +46,14 @@ class TorchAccelerator:
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:  # noqa: ARG002
         return tensor.to(self.device, non_blocking=True)
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return self.upload(tensor)
+        return tensor.to(self.device, non_blocking=True)
+
     def upload(self, tensor: Tensor) -> Tensor:
         # from page-locked memory the host need not wait; torch keeps it until the copy is done
-        return tensor.pin_memory(self.device).to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -56,6 +62,17 @@ class TorchAccelerator:
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self.keep_alive(tensor)
+
+    def record_time(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._current)
+        return event
+
+    def seconds_between(self, earlier: torch.Event, later: torch.Event) -> float:
+        return earlier.elapsed_time(later) / 1e3  # of ms
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
 
     @property
     def _current(self) -> Any:

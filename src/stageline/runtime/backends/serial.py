@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from torch import Tensor
-
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.carry import carried
 from stageline.runtime.backends.failures import stage_error
 from stageline.runtime.backends.local_collectives import LocalCollectives
-from stageline.runtime.backends.mailbox import Meetings
+from stageline.runtime.backends.mailbox import Brought, Meetings, Numbers
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Actions, Message, MessageKey, MiniBatch, Stream
 from stageline.schedules.action import Action
+from stageline.schedules.placement import Placement
 
 
 class SerialBackend:
     """Run ranks in turns, so that a debugger sees one thing after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerators: Sequence[Accelerator | None]) -> None:
         self.collectives = LocalCollectives()
+        self.accelerators = accelerators
 
     def start(self, loop: Loop, stream: Stream) -> SerialRun:
-        return SerialRun(loop, stream)
+        return SerialRun(loop, stream, self.accelerators)
 
     def close(self) -> None:
         """Do nothing: there are no threads to end."""
@@ -30,28 +34,40 @@ class SerialBackend:
 class SerialTransport:
     """Messages that wait for ranks that take turns. State: the messages."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, placement: Placement, accelerators: Sequence[Accelerator | None]) -> None:
+        self.placement, self.accelerators = placement, accelerators
+        self.has_devices = any(accelerators)
         self.messages: dict[MessageKey, Message] = {}
-        self.meetings = Meetings(num_ranks)
+        self.meetings = Meetings(len(accelerators))
 
     def send(self, key: MessageKey, message: Message) -> None:
+        if self.has_devices:
+            source, target = self.placement[key[1].stage], self.placement[key[1].peer]
+            message = message._replace(contents=self._carry(target, message.contents, source))
         self.messages[key] = message
 
     def expect(self, minibatch: int, receive: Action) -> None:
         """Do nothing: a rank that needs a message looks for it."""
 
-    def meet(self, rank: int, key: MessageKey, numbers: Mapping[int, Tensor]) -> None:  # noqa: ARG002
-        everyone = self.meetings.join(key, numbers)
+    def meet(self, rank: int, key: MessageKey, numbers: Numbers) -> None:
+        everyone = self.meetings.join(key, Brought(rank, numbers))
         if everyone is not None:
-            self.messages.update(self.meetings.answers(key, everyone))
+            ranks = range(len(self.accelerators)) if self.has_devices else ()
+            fetches = [partial(self._carry, rank) for rank in ranks]
+            self.messages.update(self.meetings.answers(key, everyone, fetches))
+
+    def _carry(self, target: int, values: Any, source: int, _: object = None) -> Any:
+        return carried(values, self.accelerators[source], self.accelerators[target])
 
 
 class SerialRun:
     """A stream, segment by segment: no rank needs what another does in a later one."""
 
-    def __init__(self, loop: Loop, stream: Stream) -> None:
+    def __init__(
+        self, loop: Loop, stream: Stream, accelerators: Sequence[Accelerator | None]
+    ) -> None:
         self.loop, self.stream = loop, stream
-        self.transport = SerialTransport(loop.num_ranks)
+        self.transport = SerialTransport(loop.period.placement, accelerators)
         self.is_inside = False  # of a segment; Ctrl-C leaves it unfinished
 
     def feed(self, minibatch: MiniBatch) -> None:

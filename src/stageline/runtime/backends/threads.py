@@ -15,10 +15,12 @@ from threading import Condition
 import torch
 
 from stageline.errors import ModelError, StageError
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.backends.caller_events import CallerEvents, hand_over
+from stageline.runtime.backends.device_ranks import device_ranks
 from stageline.runtime.backends.failures import stage_error
 from stageline.runtime.backends.local_collectives import LocalCollectives
 from stageline.runtime.backends.mailbox import Mailbox, PostOffice, RankStopped
-from stageline.runtime.devices import current
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.minibatch import Actions, MiniBatch, Stream
 from stageline.runtime.exactness.caller_context import CallerContext
@@ -30,11 +32,11 @@ LOOK = 0.5  # seconds after which a rank that waits looks whether the interprete
 class ThreadsBackend:
     """Run each rank in a thread, kept from step to step."""
 
-    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+    def __init__(self, accelerators: Sequence[Accelerator | None]) -> None:
         self.collectives = LocalCollectives()
-        self.devices = devices
+        self.accelerators, self.devices = accelerators, device_ranks(accelerators)
         self.is_closed = False
-        self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="stageline-rank")
+        self.pool = ThreadPoolExecutor(len(accelerators), thread_name_prefix="stageline-rank")
 
     def start(self, loop: Loop, stream: Stream) -> ThreadsRun:
         if self.is_closed:
@@ -96,7 +98,8 @@ class ThreadsRun:
         self.backend, self.loop, self.stream = backend, loop, stream
         self.num_threads = torch.get_num_threads()
         self.gate = Gate(loop.num_ranks, stream.lag)
-        self.post = PostOffice(loop.period.placement, loop.num_ranks)
+        self.post = PostOffice(loop.period.placement, backend.devices)
+        self.events = CallerEvents(backend.accelerators)
         self.failures: list[StageError] = []
         context = CallerContext.current()
         ranks = range(loop.num_ranks)
@@ -104,19 +107,25 @@ class ThreadsRun:
 
     def feed(self, minibatch: MiniBatch) -> None:
         self.stream.add(minibatch)
+        self.events.feed(minibatch.position)
         self.gate.feed()
 
     def wait(self, position: int) -> None:
+        segment = position + self.stream.lag
         with self._stopping_all():
-            self.gate.wait(position + self.stream.lag)
+            self.gate.wait(segment)
         if self.gate.is_stopped:
             self.drain()
+        self.events.wait(segment)
+        losses = self.stream.minibatches[position].losses.values()
+        hand_over(self.loop.period.placement[self.loop.last], self.backend.accelerators, losses)
 
     def drain(self) -> None:
         self.gate.end()
         with self._stopping_all():
             for future in self.futures:
                 future.result()
+        self.events.wait(self.stream.length + self.stream.lag)
         try:
             if self.failures:
                 raise self.failures[0]
@@ -127,13 +136,12 @@ class ThreadsRun:
         # OpenMP counts for each thread anew, and a convolution's sums depend on that count
         torch.set_num_threads(self.num_threads)
         try:
-            with current(self.backend.devices[rank]):
-                for segment in count():
-                    if not self.gate.passes(segment):
-                        return
-                    actions = self.loop.run(rank, segment, self.stream, self.post)
-                    run_blocking(actions, self.post.mailboxes[rank])
-                    self.gate.finished(rank)
+            device = self.backend.devices[rank]
+            if device is None:
+                self._run_segments(rank)
+            else:
+                with device.working(lambda: self._action(rank)):
+                    self._run_segments(rank)
         except RankStopped:
             pass  # another rank failed
         except BaseException as error:
@@ -141,6 +149,23 @@ class ThreadsRun:
             self.failures.append(stage_error(self.loop, self.stream, rank, error))
             self.failures[-1].__cause__ = error
             self._stop()
+
+    def _action(self, rank: int) -> str:
+        """Return what a rank does, for errors."""
+        position, action = self.stream.now.get(rank, (0, "the beginning"))
+        return f"{action} of mini-batch {position}" if self.stream.is_open else str(action)
+
+    def _run_segments(self, rank: int) -> None:
+        for segment in count():
+            if not self.gate.passes(segment):
+                return
+            self.events.begin(rank, segment)
+            try:
+                actions = self.loop.run(rank, segment, self.stream, self.post)
+                run_blocking(actions, self.post.mailboxes[rank])
+            finally:  # also if it fails: the caller may go on with the same weights
+                self.events.end(rank, segment)
+            self.gate.finished(rank)
 
     def _stop(self) -> None:
         self.post.close()

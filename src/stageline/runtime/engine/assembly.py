@@ -17,7 +17,7 @@ from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import edges_of, is_asynchronous
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.settings import Settings
-from stageline.runtime.stage.offload import host_memory
+from stageline.runtime.stage.offload import HostMemory
 from stageline.runtime.stage.stage import Stage
 from stageline.schedules.program.lower_period import lower_period
 from stageline.schedules.program.program import Epilogue
@@ -114,8 +114,10 @@ def _stages(layout: Layout, settings: Settings, tied: TiedWeights) -> list[Stage
     _, sent = edges_of(layout.layers, layout.stages)
     stages = []
     for number, (layers, values) in enumerate(zip(layout.stages, sent, strict=True)):
-        device = layout.stage_device(number)
-        memory = host_memory(device) if settings.offload and device is not None else None
+        accelerator = layout.accelerator(layout.schedule.placement[number])
+        memory = None
+        if settings.offload and accelerator is not None:
+            memory = HostMemory(accelerator, number)
         modes = settings.batch_norm, settings.accumulate
         stages.append(
             Stage(
@@ -124,7 +126,8 @@ def _stages(layout: Layout, settings: Settings, tied: TiedWeights) -> list[Stage
                 values,
                 tied,
                 *modes,
-                device,
+                layout.stage_device(number),
+                accelerator,
                 memory,
                 uses_threads=layout.uses_threads,
                 embedding_rows=settings.embedding_rows,

@@ -10,9 +10,11 @@ from collections.abc import Generator
 from time import perf_counter
 from typing import NamedTuple
 
+from stageline.runtime.accelerators.carry import brought
 from stageline.runtime.engine.exchange_tied_gradients import exchange_gradients
 from stageline.runtime.engine.loop import Handlers, RankRun
 from stageline.runtime.engine.minibatch import (
+    UNKNOWN,
     Actions,
     Contents,
     Message,
@@ -51,7 +53,7 @@ def expect(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
 
 def forward(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:
     received = yield from _receive(run, task, minibatch)
-    start = perf_counter()
+    start = run.now()
     _fetch_ahead(run, task)
     written, marks = _run_forward(run, task, minibatch, received)
     _deliver(run, task, minibatch, (written, marks), received, start)
@@ -62,18 +64,18 @@ def backward(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:
     stage, microbatch = task.action.stage, task.action.microbatch
     waiting = minibatch.waiting[stage]
     if microbatch in waiting.recomputations:
-        start = perf_counter()
+        start = run.now()
         run.loop.stages[stage].prepare_backward(microbatch, waiting)
         record(run, task.action, minibatch, start)
     received = yield from _receive(run, task, minibatch)
-    start = perf_counter()
+    start = run.now()
     _fetch_ahead(run, task)
     gradients = _run_backward(run, task, minibatch, received.contents)
     _deliver(run, task, minibatch, (gradients, NO_MARKS), received, start)
 
 
 def weight_gradient(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
-    start = perf_counter()
+    start = run.now()
     _fetch_ahead(run, task)
     stage, microbatch = task.action.stage, task.action.microbatch
     run.loop.stages[stage].weight_gradients(microbatch, minibatch.waiting[stage])
@@ -90,10 +92,14 @@ def reduce_gradients(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()
 
 def reduce_tied(run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:  # noqa: ARG001
     """Add up the gradients of weights that several layers use, when all of them are there."""
-    key = minibatch.position, Action(run.rank, Kind.REDUCE_TIED)
-    run.transport.meet(run.rank, key, {})
-    yield key
-    loop = run.loop
+    loop, key = run.loop, (minibatch.position, Action(run.rank, Kind.REDUCE_TIED))
+    brings = loop.layout.has_accelerators and len(loop.layout.ranks_here) > 1
+    own = loop.stages_of_rank[run.rank]
+    layers = {number for stage in own for number in loop.layout.stages[stage]}
+    run.transport.meet(run.rank, key, loop.tied.gradients(layers) if brings else {})
+    message = yield key
+    if brings:
+        loop.tied.take_gradients(message.contents, loop.tied_on[run.rank])
     exchange_gradients(loop.tied, loop.layout, loop.replicas.collectives)
     loop.tied.add_gradients(loop.tied_on[run.rank])
     loop.replicas.start_tied()
@@ -132,7 +138,7 @@ def step(run: RankRun, task: Task, minibatch: MiniBatch) -> tuple[()]:
         stage.unchanged_weights.check()
     run.loop.replicas.finish(number)
     if optimizers is not None:
-        start = perf_counter()
+        start = run.now()
         total = minibatch.total_norms.get(run.rank)
         if total is not None and not math.isfinite(total):
             minibatch.updates[number] = optimizers.skip(number, float(total))
@@ -170,7 +176,7 @@ HANDLERS: Handlers = {
 def _receive(
     run: RankRun, task: Task, minibatch: MiniBatch
 ) -> Generator[MessageKey, Message, Received]:
-    asked, sent = perf_counter(), 0.0
+    asked, sent = run.now(), 0.0
     contents: Contents = {}
     marks = NO_MARKS
     for message, is_far in task.awaits:
@@ -191,9 +197,10 @@ def _deliver(
     start: float,
 ) -> None:
     """Record the action, and put what it made into messages."""
-    end = perf_counter()
+    end = run.now()
+    sent, sent_at = (received.sent, end) if run.now is perf_counter else (UNKNOWN, 0.0)
     if run.stream.records:
-        times = received.asked, received.sent, start, end
+        times = received.asked, sent, start, end
         run.record(RecordedAction(task.action, *times, minibatch.position))
     values, marks = made
     boxes = run.boxes
@@ -201,12 +208,12 @@ def _deliver(
         contents = {value: values[value] for value in names if value in values}
         own_marks = {p: mark for p, mark in marks.items() if p[0] in contents} if marks else marks
         box = boxes.outbox if is_far else boxes.inbox
-        box[minibatch.position, message] = Message(contents, end, own_marks)
+        box[minibatch.position, message] = Message(contents, sent_at, own_marks)
 
 
 def record(run: RankRun, action: Action, minibatch: MiniBatch, start: float) -> None:
     if run.stream.records:
-        run.record(RecordedAction(action, start, 0.0, start, perf_counter(), minibatch.position))
+        run.record(RecordedAction(action, start, 0.0, start, run.now(), minibatch.position))
 
 
 def _fetch_ahead(run: RankRun, task: Task) -> None:
@@ -262,7 +269,8 @@ def _run_forward(
 def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Contents) -> Contents:
     loop, number, microbatch = run.loop, task.action.stage, task.action.microbatch
     if number == loop.last and minibatch.output_gradients:
-        gradients.update(minibatch.output_gradients[microbatch])
+        own, given = loop.stages[number].accelerator, minibatch.output_gradients[microbatch]
+        gradients.update(given if own is None else brought(given, own))
     waiting = minibatch.waiting[number]
     loop.used_weights.check(number, waiting.graphs[microbatch])
     back = loop.stages[number].backward(microbatch, gradients, waiting, in_halves=task.in_halves)

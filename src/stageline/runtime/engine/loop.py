@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from stageline.runtime.backends.backend import Transport
 from stageline.runtime.engine.minibatch import (
@@ -20,6 +21,7 @@ from stageline.runtime.engine.minibatch import (
     MiniBatch,
     RecordedAction,
     Stream,
+    Timer,
 )
 from stageline.runtime.engine.replicas import Replicas
 from stageline.runtime.engine.tasks import Task, first_reads, inputs_of, tasks_of
@@ -27,7 +29,7 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.exactness.unregistered_weights import UsedWeights
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.stage.stage import Stage
-from stageline.schedules.action import Kind
+from stageline.schedules.action import Action, Kind
 from stageline.schedules.program.stream import Period
 
 Handler = Callable[["RankRun", Task, MiniBatch], Actions | tuple[()]]
@@ -64,6 +66,13 @@ class Loop:
             for message, _, values in task.gives
         }
 
+    @property
+    def senders(self) -> dict[Action, list[Action]]:
+        """Return the actions that make the messages from other ranks that an action awaits."""
+        tasks = [task for row in self.tasks for task in row]
+        made_by = {message: task.action for task in tasks for message, _, _ in task.gives}
+        return {t.action: [made_by[m] for m, is_far in t.awaits if is_far] for t in tasks}
+
     def depth_of(self, stage: Stage) -> int:
         """Return how many versions of a stage's weights are in use beside the latest."""
         number = self.stages.index(stage)
@@ -77,7 +86,8 @@ class Loop:
     def run(self, rank: int, segment: int, stream: Stream, transport: Transport) -> Actions:
         """Run all that a rank does from the beginning of one mini-batch to that of the next."""
         boxes = stream.boxes.setdefault(rank, Boxes({}, {}))
-        run = RankRun(self, rank, segment, stream, transport, self.handlers, boxes)
+        now = stream.timers.get(rank, perf_counter)
+        run = RankRun(self, rank, segment, stream, transport, self.handlers, boxes, now)
         return (stream.run_rank or run_tasks)(run)
 
 
@@ -92,6 +102,7 @@ class RankRun:
     transport: Transport
     handlers: Handlers
     boxes: Boxes  # the rank's own messages
+    now: Timer
 
     def with_handlers(self, handlers: Handlers) -> RankRun:
         return replace(self, handlers={**self.handlers, **handlers})

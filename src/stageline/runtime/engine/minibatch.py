@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from stageline.runtime.optimizers.stage_optimizers import StageOptimizers, Update
 
 Contents = dict[Value, Any]  # values, or gradients of values
+Timer = Callable[[], Any]  # returns the time, or an event that will hold it
 MessageKey = tuple[int, Action]  # the position of a mini-batch in its stream, and the send
 Actions = Generator[MessageKey, "Message", None]  # yields what it needs, and is sent the message
+
+UNKNOWN = float("nan")  # a time that other ranks have recorded
 
 FORWARDS = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UPDATE_STATS})
 BACKWARDS = frozenset(
@@ -63,11 +66,14 @@ class Message(NamedTuple):
 
 
 class RecordedAction(NamedTuple):
-    """The times at which a rank ran an action, in seconds of `perf_counter`."""
+    """The times at which a rank ran an action, in seconds of `perf_counter`.
+
+    A rank on a device records events of the device in their places, until the trace is over.
+    """
 
     action: Action
     asked: float  # when it began to wait for its messages
-    sent: float  # when the last of them was sent; 0 if there was none from another rank
+    sent: float  # when the last of them was sent, or UNKNOWN; 0 if no other rank sent one
     start: float
     end: float
     minibatch: int = 0
@@ -110,6 +116,7 @@ class Stream:
     lag: int  # how many segments after its own a mini-batch is done
     optimizers: StageOptimizers | None = None  # None: the optimizer belongs to the caller
     run_rank: Callable[[RankRun], Actions] | None = None  # None: the plain loop
+    timers: Mapping[int, Timer] = field(default_factory=dict)  # of ranks that a device times
     is_open: bool = False  # results are given back while more mini-batches are on their way
     records: bool = False  # whether times are kept: an endless stream has too many
     minibatches: dict[int, MiniBatch] = field(default_factory=dict)  # by position

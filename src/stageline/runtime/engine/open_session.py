@@ -6,9 +6,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline.options import Options
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.backend import Backend, Collectives, Group
 from stageline.runtime.backends.serial import SerialBackend
 from stageline.runtime.backends.threads import ThreadsBackend
+from stageline.runtime.devices import accelerators_of
 from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.exchange_tied_gradients import broadcast_weights
 from stageline.runtime.engine.session import Session
@@ -25,26 +27,39 @@ from stageline.schedules.placement import ranks_of
 from stageline.schedules.schedule import Schedule
 
 Devices = tuple[torch.device | None, ...]  # by rank
+Accelerators = tuple[Accelerator | None, ...]  # by rank as well
 
 
 def open_backend(
-    name: str, schedule: Schedule, devices: Devices, mesh: DeviceMesh | None, options: Options
+    name: str,
+    schedule: Schedule,
+    devices: Devices,
+    accelerators: Accelerators,
+    mesh: DeviceMesh | None,
+    options: Options,
 ) -> Backend:
     """Return the backend of a name; a new one gets its line here."""
     if name == "serial":
-        return SerialBackend()
+        return SerialBackend(accelerators)
     if name == "threads":
-        return ThreadsBackend(devices)
+        return ThreadsBackend(accelerators)
     from stageline.runtime.backends.processes.backend import ProcessesBackend  # noqa: PLC0415
-    from stageline.runtime.backends.processes.groups import connect  # noqa: PLC0415
+    from stageline.runtime.backends.processes.groups import backends_of, connect  # noqa: PLC0415
 
     stages = range(schedule.num_stages) if schedule.replicas else ()
     siblings = [ranks_of(schedule.placement, schedule.replicas, stage) for stage in stages]
-    shares_memory = options.shared_memory
+    accelerators = accelerators_of(devices, simulated=options.check_streams)
     groups = connect(
-        mesh, schedule.num_ranks, options.timeout, siblings, shares_memory=shares_memory
+        mesh,
+        schedule.num_ranks,
+        options.timeout,
+        siblings,
+        backend=backends_of(accelerators),
+        shares_memory=options.shared_memory and not any(accelerators),
     )
-    return ProcessesBackend(groups, devices, options.timeout)
+    return ProcessesBackend(
+        groups, devices, accelerators, options.timeout, fixed_forms=options.fixed_message_forms
+    )
 
 
 def ranks_of_process(backend: Backend, schedule: Schedule) -> frozenset[int]:
@@ -63,7 +78,7 @@ def open_session(
     if (dtype := accumulation_type(settings.accumulate)) is not None:
         check_types(layers, dtype)
         accumulate_in(layers.modules.parameters(), dtype)
-    tied = TiedWeights.of(layers, places)
+    tied = TiedWeights.of(layers, layout.accelerator_of_layer)
     broadcast_weights(tied, layout, collectives)
     _broadcast_to_siblings(layout, collectives)
     if layers.recording is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ from stageline.errors import ModelError
 from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
+from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Collectives
-from stageline.runtime.backends.processes.clock import SHIFT
-from stageline.runtime.engine.minibatch import Purpose, RecordedAction
+from stageline.runtime.engine.minibatch import Purpose, RecordedAction, Timer
+from stageline.runtime.engine.recorded_times import Senders, Times, gathered, on_host_clock
 from stageline.schedules.action import Action, Kind
 from stageline.schedules.program.stream import Period, action_at
 from stageline.schedules.schedule import Schedule
@@ -27,17 +28,23 @@ Rows = Sequence[Sequence[RecordedAction]]  # by rank
 class Recording(NamedTuple):
     """The times of a step or a stream."""
 
-    times: dict[int, list[RecordedAction]]  # by rank
+    times: Times
     purpose: Purpose
     num_microbatches: int
     num_minibatches: int
     period: Period
+    senders: Senders
 
 
 class Recorder:
-    """Records the last step of a `with pipe.trace()` block; its `timeline` exists after it."""
+    """Records the last step of a `with pipe.trace()` block; its `timeline` exists after it.
 
-    def __init__(self) -> None:
+    State: the last recording, the timeline that it makes, and clocks of devices by rank. They are
+    read when the block begins and ends: within it nothing waits for a device.
+    """
+
+    def __init__(self, clocks: Mapping[int, DeviceClock]) -> None:
+        self.clocks = clocks
         self.recording: Recording | None = None  # the last one in the block
         self._timeline: Timeline | None = None
 
@@ -48,6 +55,11 @@ class Recorder:
             raise ModelError("the trace is not over: read its timeline after the `with` block")
         return self._timeline
 
+    @property
+    def timers(self) -> dict[int, Timer]:
+        """Return how the ranks on devices take the time."""
+        return {rank: clock.accelerator.record_time for rank, clock in self.clocks.items()}
+
     def finish(
         self, schedule: Schedule, balance: tuple[int, ...], collectives: Collectives
     ) -> None:
@@ -57,8 +69,11 @@ class Recorder:
             spans: Any = ((),) * schedule.num_ranks
             self._timeline = Timeline(spans, schedule.placement, balance=balance)
             return
-        recording = recording._replace(times=_gathered(recording.times, collectives))
-        self._timeline = timeline_of(recording, schedule, balance)
+        for clock in self.clocks.values():
+            clock.stop()
+        own = on_host_clock(recording.times, self.clocks)
+        self.recording = recording._replace(times=gathered(own, collectives, recording.senders))
+        self._timeline = timeline_of(self.recording, schedule, balance)
 
     def __getattr__(self, name: str) -> Any:
         """Read the timeline's attributes, as a trace's own were in version 0.1."""
@@ -86,22 +101,6 @@ def timeline_of(recording: Recording, schedule: Schedule, balance: tuple[int, ..
     if recording.purpose is not Purpose.TRAIN or is_stream:
         return timeline
     return replace(timeline, idle=_idle(rows, _that_ran(schedule, recording), timeline))
-
-
-def _gathered(
-    own: dict[int, list[RecordedAction]], collectives: Collectives
-) -> dict[int, list[RecordedAction]]:
-    """Return the times of all ranks, by a clock that all processes have."""
-    shifted = {rank: [_shifted(time, SHIFT) for time in row] for rank, row in own.items()}
-    found = [pair for each in collectives.gather(shifted, "a trace") for pair in each.items()]
-    return {rank: [_shifted(time, -SHIFT) for time in row] for rank, row in found}
-
-
-def _shifted(time: RecordedAction, by: float) -> RecordedAction:
-    """Shift all times of an action; 0.0 for `sent` means that nothing was sent."""
-    action, asked, sent, start, end, minibatch = time
-    sent = sent + by if sent else 0.0
-    return RecordedAction(action, asked + by, sent, start + by, end + by, minibatch)
 
 
 def _unnamed(time: RecordedAction) -> Action:

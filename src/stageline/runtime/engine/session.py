@@ -13,12 +13,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from stageline.errors import ModelError, StageError
+from stageline.model.device_settings import generators_in_use, states
+from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Backend, Running
+from stageline.runtime.backends.outside_autocast import RunningOutsideAutocast
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.engine.assembly import Assembly
 from stageline.runtime.engine.loop import Loop
@@ -70,12 +73,19 @@ class Session:
     def _lag(self) -> int:
         return self.assembly.stream_loop.period.lag + self.assembly.clips_late
 
+    @property
+    def _recording(self) -> dict[str, Any]:
+        """Return the fields of a stream that say whether and how it records times."""
+        if self.recorder is None:
+            return {}
+        return {"records": True, "timers": self.recorder.timers}
+
     def run(
         self, minibatch: MiniBatch, purpose: Purpose, optimizers: StageOptimizers | None = None
     ) -> None:
         """Run one mini-batch: a stream that is over when it is done."""
         loop = self.assembly.step_loop
-        stream = Stream(purpose, loop.period.lag, optimizers, records=self.recorder is not None)
+        stream = Stream(purpose, loop.period.lag, optimizers, **self._recording)
         for _ in self._stream(loop, stream, iter([minibatch]), ahead=1):
             pass
 
@@ -89,7 +99,7 @@ class Session:
             self.optimizers,
             clipping.run_rank if clipping else None,
             is_open=True,
-            records=self.recorder is not None,
+            **self._recording,
         )
         return self._stream(self.assembly.stream_loop, stream, minibatches, self.ahead)
 
@@ -97,7 +107,7 @@ class Session:
         self, loop: Loop, stream: Stream, minibatches: Iterator[MiniBatch], ahead: int
     ) -> MiniBatches:
         with self._opened(loop, stream):
-            running = self.backend.start(loop, stream)
+            running = RunningOutsideAutocast(self.backend.start(loop, stream))
             fed = self._prepared(minibatches, stream)
             yield from finished(running, stream, fed, ahead, self._check_options)
 
@@ -187,17 +197,22 @@ class Session:
     def _record(self, loop: Loop, stream: Stream) -> None:
         if self.recorder is not None and stream.records:
             sizes = stream.num_microbatches, stream.length
-            self.recorder.recording = Recording(stream.times, stream.purpose, *sizes, loop.period)
+            self.recorder.recording = Recording(
+                stream.times, stream.purpose, *sizes, loop.period, loop.senders
+            )
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record the last step of a block, and make its timeline."""
-        self.recorder = recorder = Recorder()
+        layout = self.assembly.layout
+        own = {rank: layout.accelerator(rank) for rank in layout.ranks_here}
+        self.recorder = recorder = Recorder(
+            {r: DeviceClock(each) for r, each in own.items() if each}
+        )
         try:
             yield recorder
         finally:
             self.recorder = None
-        layout = self.assembly.layout
         recorder.finish(layout.schedule, layout.balance, self.assembly.collectives)
 
     def close(self) -> None:
@@ -244,12 +259,13 @@ class Session:
     @contextmanager
     def _generators_watched(self, stream: Stream) -> Iterator[None]:
         """Look whether layers draw from generators that are shared, if nobody else does."""
-        before, of_host = torch.get_rng_state(), global_generators()
+        generators = generators_in_use()
+        before, of_host = states(generators), global_generators()
         yield
         if stream.is_open:
             return
         uses_threads = self.assembly.layout.uses_threads
-        if uses_threads and not torch.equal(torch.get_rng_state(), before):
+        if uses_threads and not all(map(torch.equal, states(generators), before)):
             self._stop_trusting()
         if self.assembly.layout.schedule.num_stages > 1 and not are_equal_generators(
             global_generators(), of_host

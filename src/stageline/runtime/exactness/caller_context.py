@@ -11,7 +11,7 @@ A `threading.local` of a layer cannot be carried over: use a context variable in
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from stageline.model.device_settings import device_types
 from stageline.torch_private import (
     SavedTensorHooks,
     active_modes,
@@ -27,7 +28,6 @@ from stageline.torch_private import (
     saved_tensor_hooks,
 )
 
-DEVICE_TYPES = ("cpu", "cuda")
 SMALLEST_NORMAL = 2.2250738585072014e-308  # numbers below it are denormal
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class ForwardContext:
         return ForwardContext(
             tuple(
                 (kind, torch.get_autocast_dtype(kind))
-                for kind in DEVICE_TYPES
+                for kind in device_types()
                 if torch.is_autocast_enabled(kind)
             ),
             torch.is_inference_mode_enabled(),
@@ -68,9 +68,24 @@ class ForwardContext:
         for kind, dtype in self.autocast:
             # all threads share one cache of casts, and each one that leaves clears it
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-        for kind in DEVICE_TYPES:
+        for kind in device_types():
             if torch.is_autocast_enabled(kind) and kind not in dict(self.autocast):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+
+
+def outside_autocast() -> AbstractContextManager[object]:
+    """Return a context without the caller's autocast, for backwards, which torch wants outside.
+
+    A forward enters it again. In it, backwards of layers that disable autocast themselves would
+    compute in the lower type.
+    """
+    kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @dataclass(frozen=True)

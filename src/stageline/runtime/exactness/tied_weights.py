@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,15 @@ from torch import Tensor, nn
 from stageline.errors import ModelError
 from stageline.model.layers import LayerSequence
 from stageline.model.named_places import named_places
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.carry import carried
 from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.runtime.exactness.weight_aliases import make_alias, plain_data
 from stageline.runtime.stage import autograd
 from stageline.torch_private import has_gradient_hooks
 
-NO_DEVICES: Mapping[int, torch.device | None] = MappingProxyType({})
+NO_ACCELERATORS: Mapping[int, Accelerator | None] = MappingProxyType({})
+Ends = tuple[Accelerator | None, Accelerator | None]  # where a weight is, and where an alias is
 LayerAliases = tuple[tuple[int, nn.Parameter], ...]  # a layer's number, and its alias of a weight
 
 
@@ -42,27 +46,32 @@ class TiedWeights:
 
     by_layer: Mapping[int, dict[str, torch.Tensor]]
     by_weight: tuple[tuple[nn.Parameter, LayerAliases], ...]
+    ends: Mapping[nn.Parameter, Ends]  # by alias
     hooked: set[nn.Parameter] = field(default_factory=set)
     gradients_by_microbatch: dict[nn.Parameter, dict[int, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        layers: LayerSequence, devices: Mapping[int, torch.device | None] = NO_DEVICES
+        layers: LayerSequence, accelerators: Mapping[int, Accelerator | None] = NO_ACCELERATORS
     ) -> TiedWeights:
-        """Make the aliases; `devices` are those of the layers, where they are not all the same."""
+        """Make the aliases, each on the accelerator of its layer."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        ends: dict[nn.Parameter, Ends] = {}
         by_weight = []
         for weight, uses in _uses(layers).items():
             if len(uses) > 1:
                 aliases = []
+                source = next((accelerators[n] for n, _ in uses if n in accelerators), None)
                 for number, names in uses:
-                    data = plain_data(weight).to(devices.get(number) or weight.device)
+                    between = source, accelerators.get(number, source)
+                    data = carried(plain_data(weight), *between)
                     alias = make_alias(weight, data, requires_grad=weight.requires_grad)
                     by_layer.setdefault(number, {}).update(dict.fromkeys(names, alias))
                     aliases.append((number, alias))
+                    ends[alias] = between
                 by_weight.append((weight, tuple(aliases)))
         _check_modules(layers, by_layer)
-        return TiedWeights(by_layer, tuple(by_weight))
+        return TiedWeights(by_layer, tuple(by_weight), ends)
 
     def without_hooked(self) -> TiedWeights:
         """Return those without hooks, for a loop in which autograd itself calls the hooks."""
@@ -72,7 +81,8 @@ class TiedWeights:
             number: {name: alias for name, alias in found.items() if alias not in excluded}
             for number, found in self.by_layer.items()
         }
-        return TiedWeights(by_layer, tuple(w for w in self.by_weight if w[0] not in hooked))
+        by_weight = tuple(w for w in self.by_weight if w[0] not in hooked)
+        return TiedWeights(by_layer, by_weight, self.ends)
 
     def refresh(self) -> None:
         """Bring the aliases up to date with their weights before a step, without gradients."""
@@ -81,7 +91,7 @@ class TiedWeights:
         self.hooked.update(weight for weight, _ in self.by_weight if has_gradient_hooks(weight))
         for weight, aliases in self.by_weight:
             for _, alias in aliases:
-                alias.data, alias.grad = weight.data.to(alias.device), None
+                alias.data, alias.grad = carried(weight.data, *self.ends[alias]), None
                 alias.requires_grad_(weight.requires_grad)
                 adopt_gradient_type(alias, weight)
 
@@ -102,6 +112,27 @@ class TiedWeights:
                     before = found.get(microbatch)  # from the first half of the backward
                     found[microbatch] = alias.grad if before is None else before + alias.grad
                     alias.grad = None
+
+    def gradients(self, layers: Container[int]) -> dict[int, Any]:
+        """Return what the aliases of some layers have gathered, by the number of the alias."""
+        return {
+            position: self.gradients_by_microbatch.get(alias) if is_hooked else alias.grad
+            for position, (weight, number, alias, is_hooked) in enumerate(self._aliases())
+            if number in layers
+        }
+
+    def take_gradients(self, found: Mapping[int, Any], weights: Container[nn.Parameter]) -> None:
+        """Replace what the aliases of these weights have gathered."""
+        for position, (weight, _, alias, is_hooked) in enumerate(self._aliases()):
+            if weight in weights and is_hooked:
+                self.gradients_by_microbatch[alias] = found[position] or {}
+            elif weight in weights:
+                alias.grad = found[position]
+
+    def _aliases(self) -> Iterator[tuple[nn.Parameter, int, nn.Parameter, bool]]:
+        """Yield each weight, the layer of an alias, the alias, and whether the weight has hooks."""
+        for weight, uses in self.by_weight:
+            yield from ((weight, number, alias, weight in self.hooked) for number, alias in uses)
 
     def add_gradients(self, weights: Container[nn.Parameter] | None = None) -> None:
         """Add the gradients of aliases to these weights, or to all of them, at the end of a step.

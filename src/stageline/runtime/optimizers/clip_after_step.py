@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 
 from torch import Tensor
 
@@ -75,7 +74,7 @@ class LateClipping:
 
     def step(self, run: RankRun, task: Task, minibatch: MiniBatch) -> Actions:
         """Step all stages of a rank, when the gradients of the last of them are complete."""
-        start = perf_counter()
+        start = run.now()
         if task.is_last_step:
             stages = self.speculation.by_rank[run.rank].stages
             for stage in stages:

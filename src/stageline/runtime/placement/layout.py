@@ -15,6 +15,7 @@ from torch import nn
 
 from stageline.errors import ModelError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.schedules.placement import ranks_of
 from stageline.schedules.schedule import Schedule
 
@@ -30,6 +31,7 @@ class Layout:
     ranks_here: frozenset[int]  # the ranks that run in this process
     costs: tuple[float, ...] = ()  # of the layers, by which they were cut
     uses_threads: bool = False  # the ranks of this process run at the same time
+    accelerators: tuple[Accelerator | None, ...] = ()  # by rank; none at all on the CPU
 
     def with_stages(self, stages: Sequence[range]) -> Layout:
         """Return the layout with other layers in the same stages."""
@@ -64,6 +66,19 @@ class Layout:
         """Return the devices of the layers of this process."""
         ranks = enumerate(self.rank_of_layer)
         return {n: self.devices[rank] for n, rank in ranks if rank in self.ranks_here}
+
+    @cached_property
+    def accelerator_of_layer(self) -> dict[int, Accelerator | None]:
+        """Return the accelerators of the layers of this process."""
+        ranks = enumerate(self.rank_of_layer)
+        return {n: self.accelerator(rank) for n, rank in ranks if rank in self.ranks_here}
+
+    @cached_property
+    def has_accelerators(self) -> bool:
+        return any(self.accelerators)
+
+    def accelerator(self, rank: int) -> Accelerator | None:
+        return self.accelerators[rank] if self.accelerators else None
 
     def stage_device(self, stage: int) -> torch.device | None:
         """Return the device that a stage runs on."""

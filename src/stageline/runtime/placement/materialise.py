@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stageline.errors import ModelError
 from stageline.model import trees
+from stageline.model.device_settings import preserved_generators, seed_generators
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
@@ -89,8 +90,8 @@ def materialise(
     allocated = _find_allocated(layers, numbers, set(made.values()))
     models = initializing_models(layers)
     for layer in new_layers:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(layer_seed(seed, 0, 0, layer.name))
+        with preserved_generators():
+            seed_generators(layer_seed(seed, 0, 0, layer.name))
             with whole_weights(layer.module, _mark):
                 if init is not None:
                     init(layer)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stageline.model.device_settings import preserved_generators, seed_generators
 from stageline.model.layers import LayerSequence
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.torch_private import is_persistent, version_of
@@ -49,8 +50,8 @@ def rebuild_buffers(
             continue
         for rebuild in _ways(blank.module, models.get(blank.module)):
             # A way that fails leaves the buffer blank; the first step then says so.
-            with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(layer_seed(seed, 0, 0, blank.full_name))
+            with suppress(Exception), torch.no_grad(), preserved_generators():
+                seed_generators(layer_seed(seed, 0, 0, blank.full_name))
                 _rebuild(blank, tensor, rebuild)
             if blank.is_initialized:
                 break

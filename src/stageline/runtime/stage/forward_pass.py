@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stageline.model import trees
-from stageline.model.layers import Value
+from stageline.model.layers import INPUT, Value
 from stageline.model.named_places import replaced_parameters
-from stageline.runtime.devices import moved
+from stageline.runtime.accelerators.carry import brought
 from stageline.runtime.exactness.in_place import StageInput
 from stageline.runtime.exactness.inner_gradients import (
     FORWARD_MODE_LOCK,
@@ -86,7 +86,8 @@ class ForwardPass:
         self.interceptor = self._interceptor(observes=observes)
         self.needs_saved_tensors = observes or inner.differentiates  # maybe within the forward
         memory = stage.host_memory if args.offload else None
-        self.offloaded = OffloadedTensors(memory) if memory else None
+        kept = (stage.buffer_memory, stage.statistics.scratch) if memory else ()
+        self.offloaded = OffloadedTensors(memory, *kept) if memory else None
         self.graph_inputs = GraphInputs()
         self.refused: RefusedGradients | None = None
         self.reads: dict[Value, list[Tensor]] = {}
@@ -132,10 +133,9 @@ class ForwardPass:
         is_kept = args.recompute and not self.again  # the inputs are needed once more
         for value in stage.reads:
             tree = args.values[value]
+            if stage.accelerator is not None and value.writer == INPUT:
+                tree = brought(tree, stage.accelerator)
             self.reads[value] = tensors = trees.tensors(tree)
-            if stage.device is not None:
-                tree = moved(tree, stage.device)
-                tensors = trees.tensors(tree)
             self.values[value] = tree
             inputs += stage.in_place.take_in(value, tensors, args.marks, is_kept=is_kept)
         later = stage.in_place.read_later
@@ -236,7 +236,7 @@ class ForwardPass:
         stage.running_layer = LOSS
         output = self.values[stage.output]
         with stage.draws.of_loss(target.loss_fn, self._key(LOSS)):
-            return target.loss(output, stage.device)
+            return target.loss(output, stage.accelerator)
 
     def _key(self, name: str) -> RandomKey:
         args = self.args

@@ -4,21 +4,21 @@
     one action before the backward:   fetch ── copy in, on the side stream ──►  device
     backward:  unpack ── waits for the copy only
 
-On a CPU there is nothing to move. `HostMemory` is what a device has to provide; the one of CUDA is
-small, and has not run on hardware.
+On a CPU there is nothing to move.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from stageline.torch_private import view_base
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.torch_private import storage_identity, view_base
 
 
-class HostMemory(Protocol):
+class Offloader(Protocol):
     """Copies of one device's tensors in host memory."""
 
     def copy_out(self, tensor: Tensor) -> Any:
@@ -32,10 +32,13 @@ class HostMemory(Protocol):
 
 
 class OffloadedTensors:
-    """The saved tensors of one forward. State: where each of them is."""
+    """The saved tensors of one forward. State: where each of them is.
 
-    def __init__(self, memory: HostMemory) -> None:
-        self.memory = memory
+    `kept` are identities of memory that stays where it is: layers write to it after it was saved.
+    """
+
+    def __init__(self, memory: Offloader, *kept: Container[int]) -> None:
+        self.memory, self.kept = memory, kept
         self.on_host: dict[int, Any] = {}  # by number, in the order in which they were saved
         self.on_device: dict[int, Any] = {}  # copied back, or about to be
         self.num_tensors = 0
@@ -43,6 +46,9 @@ class OffloadedTensors:
     def pack(self, tensor: Tensor) -> Tensor | int:
         """Return what autograd keeps instead of a tensor; weights stay where they are."""
         if isinstance(tensor, nn.Parameter) or isinstance(view_base(tensor), nn.Parameter):
+            return tensor
+        identity = storage_identity(tensor)
+        if any(identity in kept for kept in self.kept):
             return tensor
         number, self.num_tensors = self.num_tensors, self.num_tensors + 1
         self.on_host[number] = self.memory.copy_out(tensor)
@@ -62,34 +68,27 @@ class OffloadedTensors:
         return self.memory.wait(self.on_device[packed])
 
 
-class PinnedMemory:
-    """Page-locked host memory of CUDA, with a stream of its own so that copies overlap compute."""
+class HostMemory:
+    """Copies of one rank's tensors in host memory, made on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, accelerator: Accelerator, stage: int) -> None:
+        self.accelerator = accelerator
+        self.stream = accelerator.new_stream(f"offload of stage {stage}")
 
     def copy_out(self, tensor: Tensor) -> Tensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.stream)  # its memory is not reused before it is copied
-        return host
+        accelerator = self.accelerator
+        made = accelerator.record_event()
+        with accelerator.queueing_on(self.stream):
+            accelerator.wait_event(made)
+            accelerator.keep_alive(tensor)
+            return accelerator.download(tensor)
 
-    def copy_in(self, on_host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(self.stream):
-            tensor = on_host.to(self.device, non_blocking=True)
-            return tensor, self.stream.record_event()
+    def copy_in(self, on_host: Tensor) -> tuple[Tensor, Any]:
+        with self.accelerator.queueing_on(self.stream):
+            return self.accelerator.upload(on_host), self.accelerator.record_event()
 
-    def wait(self, on_device: tuple[Tensor, torch.cuda.Event]) -> Tensor:
+    def wait(self, on_device: tuple[Tensor, Any]) -> Tensor:
         tensor, arrived = on_device
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        tensor.record_stream(current)
+        self.accelerator.wait_event(arrived)
+        self.accelerator.keep_alive(tensor)
         return tensor
-
-
-def host_memory(device: torch.device) -> HostMemory | None:
-    """Return the host memory of a device, or None if its tensors are in host memory already."""
-    return PinnedMemory(device) if device.type == "cuda" else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
-from stageline.runtime.devices import moved
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.exactness.batch_norm import RunningStatistics
 from stageline.runtime.exactness.gradient_types import EXACT, FUSED
 from stageline.runtime.exactness.in_place import InPlaceChanges
@@ -24,7 +24,7 @@ from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd
 from stageline.runtime.stage.embedding_gradients import LargeTables
 from stageline.runtime.stage.forward_pass import ForwardPass, may_repeat, run_forward
-from stageline.runtime.stage.offload import HostMemory
+from stageline.runtime.stage.offload import Offloader
 from stageline.runtime.stage.recomputation import Recomputation, check_inputs
 from stageline.runtime.stage.split_backward import HookGradients, add_weight_gradients
 from stageline.runtime.stage.stage_border import gradients_by_value
@@ -37,7 +37,7 @@ from stageline.runtime.stage.stage_values import (
     StageGraph,
 )
 from stageline.runtime.stage.weight_calls import WeightCall
-from stageline.torch_private import is_compiled
+from stageline.torch_private import is_compiled, storage_identity
 from stageline.torch_private_training import is_sharded_module
 
 NO_CONTEXT = nullcontext()
@@ -58,13 +58,14 @@ class Stage:
         batch_norm: str,
         accumulate: str | torch.dtype = EXACT,
         device: torch.device | None = None,
-        host_memory: HostMemory | None = None,
+        accelerator: Accelerator | None = None,
+        host_memory: Offloader | None = None,
         *,
         uses_threads: bool = False,
         embedding_rows: bool = True,
     ) -> None:
         self.layers, self.numbers, self.tied = layers, numbers, tied
-        self.device, self.host_memory = device, host_memory
+        self.accelerator, self.host_memory = accelerator, host_memory
         self.sent = tuple(sorted(sent))
         self.output = layers.output
         self.has_output = self.output.writer in numbers
@@ -86,6 +87,12 @@ class Stage:
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.unchanged_weights: UnchangedWeights | None = None  # during a step
         self.running_layer = ""  # its name, for errors
+
+    @property
+    def buffer_memory(self) -> set[int]:
+        """Return the identity of the memory of buffers, which a later micro-batch may change."""
+        modules = (layer.module for layer in self.stage_layers)
+        return {storage_identity(buffer) for module in modules for buffer in module.buffers()}
 
     def _in_place_changes(self) -> InPlaceChanges:
         others = other_readers(self.layers, self.numbers)
@@ -172,15 +179,14 @@ class Stage:
         """
         roots: list[autograd.Root] = []
         seeds = []
-        arrived = gradients if self.device is None else moved(gradients, self.device)
         for value, tree in graph.writes.items():
-            for tensor, seed in zip(trees.tensors(tree), arrived.get(value, ()), strict=False):
+            for tensor, seed in zip(trees.tensors(tree), gradients.get(value, ()), strict=False):
                 if tensor.requires_grad and seed is not None:
                     roots.append(autograd.root(tensor, seed))
                     seeds.append(seed)
         position = 0
         for value, tensors in graph.reads.items() if graph.inputs.edges else ():
-            for number, seed in enumerate(arrived.get(value, ())):
+            for number, seed in enumerate(gradients.get(value, ())):
                 if seed is not None and position + number in graph.inputs.edges:
                     roots.append(graph.inputs.edges[position + number])
                     seeds.append(seed)

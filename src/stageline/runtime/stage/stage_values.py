@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stageline.errors import ModelError
 from stageline.model.layers import Value
-from stageline.runtime.devices import moved
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.carry import brought
 from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.in_place import NO_MARKS, Marks
 from stageline.runtime.exactness.inner_gradients import ForwardGradients
@@ -36,9 +37,10 @@ class Target:
     weight: float
     scale: Tensor | None = None
 
-    def loss(self, output: Any, device: torch.device | None = None) -> Tensor:
+    def loss(self, output: Any, accelerator: Accelerator | None = None) -> Tensor:
         """Return the loss of an output; raise ModelError if it is not one number."""
-        loss = self.loss_fn(output, moved(self.target, device))
+        target = self.target if accelerator is None else brought(self.target, accelerator)
+        loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
             raise ModelError(

@@ -62,7 +62,7 @@ class TrialPipeline:
             schedule_name, num_ranks=num_ranks, num_microbatches=num_microbatches
         )
         devices = (None,) * num_ranks
-        backend = ThreadsBackend(devices)
+        backend = ThreadsBackend((None,) * num_ranks)
         assert self.profiled.loss_fn is not None  # a trial trains
         settings = Settings(self.profiled.loss_fn, ("never",) * num_ranks)
         layout = Layout(

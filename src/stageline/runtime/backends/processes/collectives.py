@@ -6,16 +6,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageline.model import trees
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes.connection import Connection
+from stageline.runtime.backends.processes.device_trees import (
+    broadcast_tree,
+    receive_tree,
+    send_tree,
+)
 from stageline.runtime.backends.processes.groups import ProcessGroups
 from stageline.runtime.backends.processes.messages.packing import Packing
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
@@ -28,8 +34,9 @@ LAST_SUMS = 5.0  # seconds in which sums that nobody has read may still arrive
 class ProcessCollectives:
     """One rank is here, the others in the processes of groups. State: sums under way."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, accelerator: Accelerator | None) -> None:
         self.connection, self.groups = connection, connection.groups
+        self.device = None if accelerator is None else accelerator.device
         self.replica, self.num_replicas = self.groups.replica, self.groups.num_replicas
         self.is_first = dist.get_rank(self.groups.everyone) == 0
         self.is_first_part = self.groups.is_first_part
@@ -58,6 +65,8 @@ class ProcessCollectives:
     def broadcast(self, tree: T, source: int, what: str) -> T:
         group, is_here = self.groups.pipeline, self.has(source)
         with self.guarded(what):
+            if self.device is not None:
+                return cast("T", broadcast_tree(tree, source, group, self.device))
             described = ValueSpec.of(tree).description if is_here else None
             shape = ValueSpec.from_description(exchange.broadcast(described, source, group))
             packing = Packing.of(shape.tensor_specs)
@@ -76,7 +85,8 @@ class ProcessCollectives:
         return lambda: self._arrived(work, what, tensor)
 
     def shared_sum(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
-        if self.shared_sums is None or parameters[0].device.type != "cpu":
+        is_elsewhere = self.device is not None or parameters[0].device.type != "cpu"
+        if self.shared_sums is None or is_elsewhere:
             return None
         with self.guarded("gradients"):
             finish = self.shared_sums.start(parameters)
@@ -98,6 +108,10 @@ class ProcessCollectives:
     def transfer(self, tree: Any, source: int, target: int, what: str) -> Any:
         group = self.groups.pipeline
         with self.guarded(what):
+            if self.device is not None:
+                if self.has(source):
+                    return send_tree(tree, target, group)
+                return receive_tree(source, group, self.device)
             if self.has(source):
                 shape = ValueSpec.of(tree)
                 exchange.send(shape.description, target, group)

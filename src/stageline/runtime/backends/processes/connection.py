@@ -11,9 +11,10 @@ from time import perf_counter
 import torch.distributed as dist
 
 from stageline.errors import ModelError, StageError, StagelineError
+from stageline.runtime.backends.processes.channels.channel import Channel
 from stageline.runtime.backends.processes.failure_watch import FailureWatch
 from stageline.runtime.backends.processes.groups import ProcessGroups
-from stageline.runtime.backends.processes.messages.channels import Outgoing
+from stageline.runtime.backends.processes.messages.gloo_messages import Outgoing
 from stageline.runtime.backends.processes.messages.message_parts import RankLost
 from stageline.schedules.action import Action
 
@@ -25,9 +26,10 @@ class Connection:
         self.groups, self.watch, self.limit = groups, groups.watch, limit
         self.rank = dist.get_rank(groups.pipeline)
         self.outgoing = Outgoing(groups)
+        self.channels: list[Channel] = []  # that begin or end here
         # also when it is garbage collected, and before the interpreter goes: no thread may be
         # inside of torch then
-        self.close = weakref.finalize(self, _close, self.watch, self.outgoing)
+        self.close = weakref.finalize(self, _close, self.watch, self.outgoing, self.channels)
 
     def check(self) -> None:
         """Raise if nothing can be done any more."""
@@ -90,9 +92,11 @@ class Connection:
         )
 
 
-def _close(watch: FailureWatch, outgoing: Outgoing) -> None:
+def _close(watch: FailureWatch, outgoing: Outgoing, channels: list[Channel]) -> None:
     watch.leave()
     outgoing.close()
+    for channel in channels:
+        channel.close()
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from stageline.errors import ModelError, StageError
+from stageline.errors import StageError
+from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.backends.processes.failure_watch import (
     CHECKPOINT_TIMEOUT,
@@ -28,10 +29,10 @@ from stageline.runtime.backends.processes.failure_watch import (
 from stageline.runtime.backends.processes.heartbeats import call_with_timeout, store_unreachable
 from stageline.runtime.backends.processes.messages.local_links import LocalLink, open_links
 from stageline.runtime.backends.processes.messages.neighbours import connect_neighbours
+from stageline.runtime.backends.processes.process_grid import checked_grid, process_name
 from stageline.runtime.backends.processes.rendezvous import warn_if_reachable
 from stageline.torch_private import default_store, set_group_timeout
 
-NAMES = ("dp", "pp", "tp")
 HANG_UP = 1  # tag of no message
 CONNECT = 30.0  # seconds, at least, for processes that are all there to connect to each other
 SLACK = 60.0  # seconds by which torch's own limit is behind that of the watch
@@ -68,6 +69,7 @@ class ProcessGroups:
     watch: FailureWatch
     opened: list[OwnedGroup]  # all of them
     near: list[LocalLink]  # all links, of both sorts below
+    lines: list[list[int]]  # the global ranks of each pipeline, in order
     own_pipeline: OwnedGroup
     own_everyone: OwnedGroup
     own_saves: OwnedGroup  # for the thread of a save under way, and for nobody else
@@ -109,6 +111,16 @@ class ProcessGroups:
             own.close()
 
 
+def backends_of(accelerators: Sequence[Accelerator | None]) -> str:
+    """Return the backends of groups for ranks with these accelerators.
+
+    Gloo is for control, and for what is in host memory; tensors of a device take its own.
+    """
+    kinds = sorted({each.device.type for each in accelerators if each is not None} - {"cpu"})
+    own = [f"{kind}:{dist.get_default_backend_for_device(kind)}" for kind in kinds]
+    return ",".join(["cpu:gloo", *own]) if own else "gloo"
+
+
 def hang_up(opened: Sequence[OwnedGroup], links: Iterable[LocalLink]) -> None:
     """Close connections, so that nobody goes on waiting at either end."""
     for link in links:
@@ -124,6 +136,7 @@ def _hang_up(group: dist.ProcessGroup) -> None:
         peers = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return  # it was destroyed, with all others
+    group.abort()  # what is queued on a device ends; gloo does nothing
     for peer in peers:
         if peer != dist.get_rank():
             with suppress(RuntimeError):  # it is over, or the line was closed before
@@ -138,19 +151,20 @@ def connect(
     limit: float,
     stages: Sequence[range] = (),
     *,
+    backend: str = "gloo",
     shares_memory: bool = True,
 ) -> ProcessGroups:
     """Find this process among those of the mesh, and connect it to them; all of them call it.
 
     `limit` is how many seconds a rank waits for others, once all are there. `stages` are
-    the ranks of each stage, if they take turns. If `shares_memory`, messages between ranks on one
-    machine go through memory.
+    the ranks of each stage, if they take turns. `backend` has gloo, and that of the ranks' devices.
+    If `shares_memory`, messages between ranks on one machine go through memory.
     """
-    grid = _checked_grid(mesh, num_ranks, has_siblings=bool(stages))
+    grid = checked_grid(mesh, num_ranks, has_siblings=bool(stages))
     opened: list[OwnedGroup] = []
     near: list[LocalLink] = []
     watch = _assembled(grid, limit, lambda: hang_up(opened, near))
-    making = _Making(watch, limit, shares_memory, opened, near)
+    making = _Making(watch, limit, backend, shares_memory, opened, near)
     try:
         return _groups(grid, making, stages)
     except StageError:
@@ -168,12 +182,16 @@ class _Making:
 
     watch: FailureWatch
     limit: float
+    backend: str
     shares_memory: bool
     opened: list[OwnedGroup]
     near: list[LocalLink]
 
-    def group(self, rows: list[list[int]], backend: str | None = None) -> OwnedGroup:
-        made = self.watch.call("connections", lambda: _own_group(rows, self.limit, backend))
+    def group(self, rows: list[list[int]], backend: str) -> OwnedGroup:
+        connect = timedelta(seconds=max(self.limit, CONNECT))
+        waits = timedelta(seconds=_longest_wait(self.limit))
+        made = self.watch.call("connections", lambda: own_group(rows, connect, waits, backend))
+        assert made is not None  # each process is in one of the rows
         self.opened.append(made)
         return made
 
@@ -192,17 +210,20 @@ def _groups(grid: torch.Tensor, making: _Making, stages: Sequence[range]) -> Pro
     limit, all_ranks = making.limit, [grid.flatten().tolist()]
     siblings = [[int(grid[0, rank, 0]) for rank in ranks] for ranks in stages]
     has_replicas = len(grid) > 1
-    everyone = making.group(all_ranks, "gloo")  # for numbers in host memory, so not NCCL
+    backend = making.backend
+    lines = _lines(grid.permute(0, 2, 1))
+    everyone = making.group(all_ranks, backend)
     line, column = grid[dp, :, tp].tolist(), grid[:, pp, tp].tolist()
     return ProcessGroups(
         making.watch,
         making.opened,
         making.near,
-        making.group(_lines(grid.permute(0, 2, 1))),
+        lines,
+        making.group(lines, backend),
         everyone,
         making.group(all_ranks, "gloo"),
-        making.group(_lines(grid.permute(1, 2, 0))) if has_replicas else None,
-        making.group(siblings) if stages else None,
+        making.group(_lines(grid.permute(1, 2, 0)), backend) if has_replicas else None,
+        making.group(siblings, backend) if stages else None,
         making.links(line, everyone, limit),
         making.links(column, everyone, _longest_wait(limit)) if has_replicas else {},
         dp,
@@ -216,28 +237,9 @@ def _lines(grid: torch.Tensor) -> list[list[int]]:
     return [line for plane in grid.tolist() for line in plane]
 
 
-def _checked_grid(mesh: DeviceMesh | None, num_ranks: int, *, has_siblings: bool) -> torch.Tensor:
-    """Return the grid of global ranks; raise unless it has a process for each rank."""
-    if not dist.is_initialized():
-        raise ModelError(
-            "backend is 'processes', but there is no process group: start the script with torchrun "
-            "and call torch.distributed.init_process_group()"
-        )
-    grid = _grid(mesh)
-    if grid.shape[1] != num_ranks:
-        found = f"{grid.shape[1]} processes" if mesh is None else f"{grid.shape[1]} in mesh's 'pp'"
-        raise ModelError(f"num_ranks is {num_ranks}, but there are {found}: use as many")
-    if has_siblings and grid.numel() > num_ranks:
-        raise ModelError(
-            f"mesh has {grid.numel()} processes for {num_ranks} ranks with replicas of stages, but "
-            "replicas of single stages and of the whole pipeline do not go together: use one"
-        )
-    return grid
-
-
 def _assembled(grid: torch.Tensor, limit: float, cancel_waits: Callable[[], None]) -> FailureWatch:
     """Return a watch over all processes of the mesh, when all of them are there."""
-    names = [_name(index, grid) for index in range(grid.numel())]
+    names = [process_name(index, grid) for index in range(grid.numel())]
     ranks = grid.flatten().tolist()
     store = call_with_timeout(max(START_UP_TIMEOUT, limit), lambda: _store_for(ranks))
     if store is None:
@@ -263,18 +265,6 @@ def _assembled(grid: torch.Tensor, limit: float, cancel_waits: Callable[[], None
     return watch
 
 
-def _name(index: int, grid: torch.Tensor) -> str:
-    """Return the name of a process in errors: its rank, and its replica and part if needed."""
-    num_replicas, num_ranks, num_parts = grid.shape
-    replica, rest = divmod(index, num_ranks * num_parts)
-    rank, part = divmod(rest, num_parts)
-    return (
-        f"rank {rank}"
-        + (f" of replica {replica}" if num_replicas > 1 else "")
-        + (f" (tensor part {part})" if num_parts > 1 else "")
-    )
-
-
 def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
     """Return a store for each pipeline, and all of its replicas: a failure concerns them all.
 
@@ -289,32 +279,20 @@ def _store_for(ranks: Sequence[int]) -> dist.distributed_c10d.Store:
     return dist.distributed_c10d.PrefixStore(f"pipeline/{made}", store)
 
 
-def _grid(mesh: DeviceMesh | None) -> torch.Tensor:
-    """Global ranks by replica, rank of the pipeline, and place in the tensor group."""
-    if mesh is None:
-        return torch.arange(dist.get_world_size()).view(1, -1, 1)
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names or not set(names) <= set(NAMES):
-        raise ModelError(
-            f"mesh has dimensions {names or 'without names'}, but needs 'pp', and may have 'dp' "
-            "and 'tp': use init_device_mesh(…, mesh_dim_names=('dp', 'pp'))"
-        )
-    grid = mesh.mesh
-    order = [names.index(name) for name in NAMES if name in names]
-    grid = grid.permute(order)
-    for position, name in enumerate(NAMES):
-        if name not in names:
-            grid = grid.unsqueeze(position)
-    return grid
+def own_group(
+    rows: Sequence[Sequence[int]], connect: timedelta, waits: timedelta, backend: str
+) -> OwnedGroup | None:
+    """Make a group for each row, as all processes do in the same order; return this process's one.
 
-
-def _own_group(rows: list[list[int]], limit: float, backend: str | None = None) -> OwnedGroup:
-    """All processes make all groups, in the same order; gives back the one that this is in."""
-    connect = timedelta(seconds=max(limit, CONNECT))
-    groups = [dist.new_group(row, timeout=connect, backend=backend) for row in rows]
-    mine = next(g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    `connect` limits how long members wait for each other now, and `waits` how long they do later.
+    """
+    groups = [dist.new_group([*row], timeout=connect, backend=backend) for row in rows]
+    here = [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
+    if not here:
+        return None
+    (mine,) = here
     assert isinstance(mine, dist.ProcessGroup)  # those that this is not in are no groups here
-    set_group_timeout(mine, timedelta(seconds=_longest_wait(limit)))
+    set_group_timeout(mine, waits)
     return OwnedGroup(mine)
 
 

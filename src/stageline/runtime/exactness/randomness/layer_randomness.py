@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 
-from stageline.runtime.devices import default_generators
+from stageline.model.device_settings import default_generators, with_index
 from stageline.runtime.exactness.randomness.recomputed_draws import keep_for_recomputation
 from stageline.runtime.exactness.randomness.seeded_draws import (
     RandomKey,
     is_same_state,
     layer_seed,
 )
-from stageline.torch_private import TorchDispatchMode, takes_generator
+from stageline.torch_private import TorchDispatchMode, operator_schema
 
 DEFAULT_GENERATOR = Lock()  # guards torch's default generators, for operators that take no other
 
@@ -70,7 +70,7 @@ class LayerRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if not _is_random_operator(func) or kwargs.get("generator"):
             return func(*args, **kwargs)
         generator = self._generator(_device(args, kwargs))
-        if takes_generator(func):
+        if any(argument.name == "generator" for argument in operator_schema(func).arguments):
             self._record_draw()
             return func(*args, **kwargs | {"generator": generator})
         # Attention is one of these, and draws only if it has a dropout.
@@ -127,7 +127,9 @@ def _is_random_operator(func: Any) -> bool:
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     tensors = (arg for arg in args if isinstance(arg, Tensor))
     found = next(tensors, None)
-    return found.device if found is not None else torch.device(kwargs.get("device") or "cpu")
+    if found is not None:
+        return found.device
+    return with_index(torch.device(kwargs.get("device") or "cpu"))
 
 
 def _call_with_default(generator: torch.Generator, call: Callable[[], Any]) -> Any:

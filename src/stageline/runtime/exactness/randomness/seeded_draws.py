@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from stageline.runtime.devices import default_generators
+from stageline.model.device_settings import DefaultGenerator, default_generators, states
 from stageline.torch_private import DataDependentOutputException, DropoutBase
 
 
@@ -66,8 +66,9 @@ class SeededDraws:
         device: torch.device | None,
         shared: Container[nn.Module] = (),  # noqa: ARG002  one layer runs at a time
     ) -> None:
+        modules = list(modules)
         self.deterministic = {module for module in modules if not may_draw(module)}
-        self.generators = default_generators(device)
+        self.generators = generators_of(modules, device)
         self.counts, self.num_draws = False, 0
 
     def of_layer(self, module: nn.Module, key: RandomKey) -> AbstractContextManager[Any]:
@@ -90,18 +91,27 @@ class SeededGenerators:
 
     def __enter__(self) -> None:
         seed = layer_seed(*self.key)
-        self.before = [(generator, generator.get_state()) for generator in self.draws.generators]
-        for generator, _ in self.before:
+        self.before = states(self.draws.generators)
+        for generator in self.draws.generators:
             generator.manual_seed(seed)
         if self.draws.counts:
-            self.seeded = [generator.get_state() for generator, _ in self.before]
+            self.seeded = states(self.draws.generators)
 
     def __exit__(self, *_: object) -> None:
         if self.draws.counts:
-            states = [generator.get_state() for generator, _ in self.before]
-            self.draws.num_draws += not all(map(is_same_state, self.seeded, states))
-        for generator, state in self.before:
+            drawn = states(self.draws.generators)
+            self.draws.num_draws += not all(map(is_same_state, self.seeded, drawn))
+        for generator, state in zip(self.draws.generators, self.before, strict=True):
             generator.set_state(state)
+
+
+def generators_of(
+    modules: Iterable[nn.Module], device: torch.device | None
+) -> list[DefaultGenerator]:
+    """Return the default generators of a stage's device, or of those that its weights are on."""
+    places = {w.device for module in modules for w in module.parameters()}
+    found = (g for place in ({device} if device else places) for g in default_generators(place))
+    return list(dict.fromkeys([torch.default_generator, *found]))
 
 
 def is_same_state(before: Tensor, after: Tensor) -> bool:

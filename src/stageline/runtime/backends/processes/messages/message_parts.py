@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,7 +51,13 @@ def parts_of_message(layout: MessageLayout, message: Message) -> MessageParts:
 
 def unpacked_message(layout: MessageLayout, buffer: Tensor) -> Message:
     """Return the message that a buffer holds."""
-    tensors, sent_at, aliased = layout.packing.unpack(buffer)
+    return message_of(layout, *layout.packing.unpack(buffer))
+
+
+def message_of(
+    layout: MessageLayout, tensors: Sequence[Tensor | None], sent_at: float, aliased: Sequence[int]
+) -> Message:
+    """Return the message with these tensors; those at the positions `aliased` share memory."""
     contents = layout.contents(tensors)
     if not aliased:
         return Message(contents, sent_at)

@@ -96,7 +96,7 @@ class Packing:
             flag = offset = 0
             stride = spec.stride
             if tensor is not None:
-                _check(tensor, spec)
+                check_tensor(tensor, spec)
                 stride, offset = tensor.stride(), misalignment(tensor)
                 flag = IS_PRESENT + NEEDS_GRADIENT * tensor.requires_grad
                 flag += IS_ALIASED * (position in aliased)
@@ -175,7 +175,8 @@ def padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _check(tensor: Tensor, spec: TensorSpec) -> None:
+def check_tensor(tensor: Tensor, spec: TensorSpec) -> None:
+    """Raise `ModelError` if a tensor to be sent has another shape or type than was predicted."""
     if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
         raise ModelError(
             f"a tensor to be sent has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but "

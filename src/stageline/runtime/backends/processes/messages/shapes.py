@@ -99,22 +99,29 @@ class PredictedSpecs(NamedTuple):
 
 
 def predict_specs(
-    layers: LayerSequence, inputs: Mapping[str, Any], ambient: ForwardContext
+    layers: LayerSequence,
+    inputs: Mapping[str, Any],
+    ambient: ForwardContext,
+    device: torch.device | None = None,
 ) -> PredictedSpecs:
-    """Return the specs of all values up to the first layer that needs data."""
+    """Return the specs of all values up to the first layer that needs data.
+
+    Layers of other ranks are not here, and inputs may be on the host: all of it is taken to be on
+    `device`, or where it is.
+    """
     found: dict[Value, ValueSpec] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as around:
         around.enter_context(_without_log())
         ambient.enter(around, grad=False)
         around.enter_context(mode)
-        values = {Value(INPUT, name): _fake(value) for name, value in inputs.items()}
+        values = {Value(INPUT, name): _fake(value, device) for name, value in inputs.items()}
         for name, value in inputs.items():
             found[Value(INPUT, name)] = _gradient_spec(ValueSpec.of(value), value)
         for number, layer in enumerate(layers.layers):
             given = [values[source] for source in layers.sources[number]]
             try:
-                result = _fake_copy(layer)(*given)
+                result = _fake_copy(layer, device)(*given)
             except Exception as error:  # if it is a mistake, the real forward raises it as well
                 reason = f"layer {layer.name!r}: {type(error).__name__}: {error}"
                 return PredictedSpecs(found, reason)
@@ -152,9 +159,9 @@ def _gradient_spec(spec: ValueSpec, value: Any) -> ValueSpec:
     return spec._replace(leaves=tuple(leaves))
 
 
-def _fake_copy(layer: Layer) -> torch.nn.Module:
+def _fake_copy(layer: Layer, device: torch.device | None) -> torch.nn.Module:
     """Return a copy without data, so that a forward cannot change the module itself."""
-    memo = {id(tensor): _fake(tensor) for tensor in _tensors(layer.module)}
+    memo = {id(tensor): _fake(tensor, device) for tensor in _tensors(layer.module)}
     return copy.deepcopy(layer.module, memo)
 
 
@@ -162,12 +169,14 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _fake(tree: Any) -> Any:
+def _fake(tree: Any, device: torch.device | None) -> Any:
     """Return a tree of tensors without data; call it inside a FakeTensorMode."""
-    return trees.map_leaves(lambda item: _empty(item) if isinstance(item, Tensor) else item, tree)
+    return trees.map_leaves(
+        lambda item: _empty(item, device) if isinstance(item, Tensor) else item, tree
+    )
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _empty(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Return a tensor without data; one on the meta device is on the CPU of another process."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    where = device or ("cpu" if tensor.is_meta else tensor.device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.runtime.backends.processes.exchange import bytes_to_tensor, decode_tensor
+from stageline.runtime.backends.processes.exchange import bytes_to_tensor
 from stageline.runtime.backends.processes.groups import ProcessGroups
+from stageline.runtime.backends.processes.messages.encoding import decode
 from stageline.runtime.backends.processes.messages.layout import MessageLayout
 from stageline.runtime.backends.processes.messages.message_parts import (
     RankLost,
@@ -72,18 +73,22 @@ class Incoming:
         return self.early.pop(send)
 
     def _take_unknown(self, peer: int) -> None:
-        """The next one: how long its header is, then the header, then the message."""
+        """Receive the next one: what describes it, and then the message."""
         send = self.unknown[peer].popleft()
         layout = self.promised.pop(send).layout
-        length = torch.empty(1, dtype=torch.int64)
-        self._receive(length, peer)
-        header = torch.empty(int(length), dtype=torch.uint8)
-        self._receive(header, peer)
-        shapes = tuple(map(ValueSpec.from_description, decode_tensor(header)))
+        shapes = tuple(map(ValueSpec.from_description, decode(self.receive_bytes(peer))))
         layout = replace(layout, shapes=shapes)
         buffer = layout.packing.empty()
         self._receive(buffer, peer)
         self.early[send] = unpacked_message(layout, buffer)
+
+    def receive_bytes(self, peer: int) -> bytes:
+        """Wait for bytes that a rank sends, the first of those that were not received yet."""
+        length = torch.empty(1, dtype=torch.int64)
+        self._receive(length, peer)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._receive(data, peer)
+        return data.numpy().tobytes()
 
     def _receive(self, buffer: Tensor, peer: int) -> None:
         self._wait(self._posted(buffer, peer, UNKNOWN), peer)
@@ -121,9 +126,12 @@ class Outgoing:
         tag = layout.packing.tag
         if description:
             tag = UNKNOWN
-            self._post(peer, torch.tensor([len(description)]), UNKNOWN)
-            self._post(peer, bytes_to_tensor(description), UNKNOWN)
+            self.send_bytes(peer, description)
         self._post(peer, layout.packing.pack(tensors, aliased), tag)
+
+    def send_bytes(self, peer: int, data: bytes) -> None:
+        self._post(peer, torch.tensor([len(data)]), UNKNOWN)
+        self._post(peer, bytes_to_tensor(data), UNKNOWN)
 
     def flush(self, beyond: int = 0) -> None:
         """Hand new messages to the thread, if they take more than so many bytes."""

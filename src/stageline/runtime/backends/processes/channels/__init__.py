@@ -1,0 +1,1 @@
+"""Messages between devices over ordered channels, one for each direction between two ranks."""
