@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import AdamW
 
 import stageline as sl
@@ -88,3 +89,45 @@ def test_autocast_trains_to_the_bits_of_a_plain_loop(number: int) -> None:
 def test_autocast_makes_a_difference() -> None:
     exact = wanted(casts=False)
     assert any(not torch.equal(exact[name], tensor) for name, tensor in wanted().items())
+
+
+class Exact(nn.Module):
+    """Leaves autocast for itself, as layers do that need float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(self.linear(x.float()))
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return mse_loss(output.float(), target)
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_backwards_are_outside_of_autocast_wherever_a_rank_runs(
+    backend: str, schedule: str
+) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Exact(), nn.Linear(16, 16), Exact(), nn.Linear(16, 4))
+
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    model, plain = make(), make()
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            value = mean_square(plain(a), b)
+        value.backward(torch.tensor(0.25))  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "schedule": schedule}
+    with sl.Pipeline(model, mean_square, backend=backend, **options) as pipe:
+        with autocast():
+            pipe.step(x, y)
+            assert torch.is_autocast_enabled("cpu")
+            pipe.verify(x, y)
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]  # both are there

@@ -181,6 +181,39 @@ def overflow_on_one_rank() -> None:
     assert_same(found, wanted, "float16")
 
 
+def autocast_on_two_processes() -> None:
+    """One of the layers leaves autocast for itself: its backward must not be in it either."""
+    for schedule in ("1f1b", "zb_h1", "interleaved_1f1b"):
+        found = []
+        for backend in ("threads", "processes"):
+            network = model().float()
+            network[2] = Exact()
+            pipe = sl.Pipeline(
+                *(network, loss),
+                num_ranks=2,
+                num_microbatches=4,
+                schedule=schedule,
+                backend=backend,
+                recompute="except_last",
+            )
+            with torch.autocast("cpu", torch.bfloat16):
+                pipe.step(*batch(0))
+            own, named = set(pipe.parameters()), network.named_parameters(remove_duplicate=False)
+            found.append({n: w.grad for n, w in named if w in own and w.grad is not None})
+            pipe.close()
+        assert_same(found[1], found[0], f"autocast with {schedule}")
+
+
+class Exact(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(self.linear(x.float()))
+
+
 def scaler_without_unscale() -> None:
     """Each process unscales its own gradients only: the next step warns of it."""
     pipe = sl.Pipeline(model().float(), loss, num_ranks=2, num_microbatches=4)
@@ -203,6 +236,7 @@ def main() -> None:
     norms_of_weights_of_two_types()
     overflow_on_one_rank()
     scaler_without_unscale()
+    autocast_on_two_processes()
     print("equal")
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from stageline.errors import ModelError, StageError
 from stageline.model.device_settings import generators_in_use, states
 from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Backend, Running
+from stageline.runtime.backends.outside_autocast import RunningOutsideAutocast
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.engine.assembly import Assembly
 from stageline.runtime.engine.loop import Loop
@@ -106,7 +107,7 @@ class Session:
         self, loop: Loop, stream: Stream, minibatches: Iterator[MiniBatch], ahead: int
     ) -> MiniBatches:
         with self._opened(loop, stream):
-            running = self.backend.start(loop, stream)
+            running = RunningOutsideAutocast(self.backend.start(loop, stream))
             fed = self._prepared(minibatches, stream)
             yield from finished(running, stream, fed, ahead, self._check_options)
 

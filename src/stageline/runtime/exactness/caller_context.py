@@ -11,7 +11,7 @@ A `threading.local` of a layer cannot be carried over: use a context variable in
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -71,6 +71,21 @@ class ForwardContext:
         for kind in device_types():
             if torch.is_autocast_enabled(kind) and kind not in dict(self.autocast):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+
+
+def outside_autocast() -> AbstractContextManager[object]:
+    """Return a context without the caller's autocast, for backwards, which torch wants outside.
+
+    A forward enters it again. In it, backwards of layers that disable autocast themselves would
+    compute in the lower type.
+    """
+    kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @dataclass(frozen=True)

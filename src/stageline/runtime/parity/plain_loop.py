@@ -22,6 +22,7 @@ from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.model.uncut import Uncut
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.exactness.batch_norm import RunningStatistics
+from stageline.runtime.exactness.caller_context import outside_autocast
 from stageline.runtime.exactness.gradient_types import EXACT, FUSED
 from stageline.runtime.exactness.inner_gradients import InnerGradients
 from stageline.runtime.exactness.layer_state import LayerState
@@ -73,7 +74,7 @@ def plain_step(
         for leaf in autograd.leaves([loss]):
             if id(leaf) not in own and leaf not in outside:
                 outside[leaf], leaf.grad = leaf.grad, None
-        with _error_context("the backward", microbatch):
+        with _error_context("the backward", microbatch), outside_autocast():
             loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
         if interceptor:
             add_weight_gradients(interceptor.calls, fused=True)
