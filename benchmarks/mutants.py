@@ -103,9 +103,7 @@ def _run_all(todo: Sequence[Mutation], jobs: int) -> Iterator[Verdict]:
         Path(folder).chmod(0o755)  # a test reads the tree as another user
         trees: Queue[Path] = Queue()
         for number in range(jobs):
-            copy = Path(folder) / f"tree-{number}"
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*SKIPPED), symlinks=True)
-            trees.put(copy)
+            trees.put(copied_tree(Path(folder) / f"tree-{number}"))
 
         def run(mutation: Mutation) -> Verdict:
             tree = trees.get()
@@ -121,12 +119,18 @@ def _run_all(todo: Sequence[Mutation], jobs: int) -> Iterator[Verdict]:
             pool.shutdown(cancel_futures=True)
 
 
+def copied_tree(copy: Path) -> Path:
+    """Copy the tree to where lines of it are broken."""
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*SKIPPED), symlinks=True)
+    return copy
+
+
 def _verdict(mutation: Mutation, tree: Path) -> Verdict:
     start = monotonic()
     outcome, test = SURVIVED, ""
     for tests in _rounds(tree, mutation.path):
-        with _broken(mutation, tree):
-            test = _first_failure(tree, tests)
+        with broken(mutation, tree):
+            test = first_failure(tree, tests)
         if test:
             outcome = NOTICED if _is_due_to(mutation, tree, test, tests) else UNCLEAR
             break
@@ -147,13 +151,13 @@ def _is_due_to(mutation: Mutation, tree: Path, test: str, tests: Sequence[str]) 
     if test.startswith(NO_TEST):
         return True
     again = [test] if "::" in test else [*tests, "--collect-only"]  # a file that was not imported
-    with _broken(mutation, tree):
-        fails = bool(_first_failure(tree, again))
-    return fails and not _first_failure(tree, again)
+    with broken(mutation, tree):
+        fails = bool(first_failure(tree, again))
+    return fails and not first_failure(tree, again)
 
 
 @contextmanager
-def _broken(mutation: Mutation, tree: Path) -> Iterator[None]:
+def broken(mutation: Mutation, tree: Path) -> Iterator[None]:
     path = tree / mutation.path
     text = path.read_text()
     path.write_text(mutation.apply(text))
@@ -183,7 +187,7 @@ def _rounds(tree: Path, path: str) -> list[list[str]]:
     return [each for each in rounds if each]
 
 
-def _first_failure(tree: Path, tests: Sequence[str]) -> str:
+def first_failure(tree: Path, tests: Sequence[str]) -> str:
     """Return the first test that fails, or nothing if all of them pass."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(

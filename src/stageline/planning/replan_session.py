@@ -26,6 +26,7 @@ from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.placement.move_layers import (
     GroupsOptions,
     OptimizerState,
+    carry_to_devices,
     check_moves,
     check_optimizer,
     move_tensors,
@@ -97,5 +98,7 @@ def _move(
         move_tensors(moves, state, collectives)
         state.restore_groups(layout.parameters())
     move_to_devices(layers, layout.device_of_layer, optimizer)
-    tied = TiedWeights.of(layers, layout.accelerator_of_layer)
+    places = old.layout.accelerator_of_layer, layout.accelerator_of_layer
+    carry_to_devices(layers, *places)
+    tied = TiedWeights.of(layers, places[1])
     session.assembly = assemble(layout, old.settings, collectives, tied, None)

@@ -9,7 +9,7 @@ The host does not wait for any of it. `torch_accelerator.py` is the real one, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -60,9 +60,6 @@ class Accelerator(Protocol):
 
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy in page-locked host memory; it is there when the current stream is done."""
-
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors that a rank made to the caller, whose stream has waited for them."""
 
     def record_time(self) -> Any:
         """Return an event that will hold the device's time when the current stream is there."""

@@ -8,7 +8,7 @@ different streams have to be ordered by events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.accelerators.access_order import Event, SimulatedStream
+from stageline.runtime.accelerators.access_order import Access, Event, SimulatedStream
 from stageline.runtime.accelerators.host_waits import HostCopies
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.runtime.accelerators.watched_operators import WatchedOperators
@@ -65,17 +65,18 @@ class CheckedAccelerator:
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Take memory that was there before anything was watched for host memory."""
-        return tensor if self.simulation.is_known(tensor) else self.upload(tensor)
+        return self.upload(tensor) if self.simulation.is_on_host(tensor) else tensor
 
     def upload(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor, "a copy from the host", self.simulation.current(self))
 
     def download(self, tensor: Tensor) -> Tensor:
-        return self._copied(tensor, "a copy to the host", self.simulation.current(self))
-
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.keep_alive(tensor)
+        """Copy to memory that torch keeps until copies from and to it are done."""
+        with self.simulation.paused():
+            copy = exact_copy(tensor)
+        self.simulation.made_on_host([copy])
+        self._copy(tensor, copy, "a copy to the host", self.simulation.current(self))
+        return copy
 
     def record_time(self) -> float:
         """Return the host's time: operators run at once."""
@@ -93,12 +94,15 @@ class CheckedAccelerator:
         with simulation.paused():
             copy = exact_copy(tensor)
         with simulation.lock:
-            simulation.allocated([copy], simulation.queue(what, own), device=self)
+            simulation.allocated([copy], simulation.queue(what, own), self)
             stream.wait(own.event())
-            queued = simulation.queue(what, stream)
-            for each, verb in ((tensor, "read"), (copy, "written")):
-                memory = simulation.memory_of(each)
-                if memory is not None:
-                    simulation.use(memory, queued, verb)
+            self._copy(tensor, copy, what, stream)
             own.wait(stream.event())
         return copy
+
+    def _copy(self, tensor: Tensor, copy: Tensor, what: str, stream: SimulatedStream) -> None:
+        simulation = self.simulation
+        with simulation.lock:
+            queued = simulation.queue(what, stream)
+            simulation.use([tensor], Access(*queued, "read"))
+            simulation.use([copy], Access(*queued, "written"))

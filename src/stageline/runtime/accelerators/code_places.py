@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ OPTIMIZERS = str(Path(torch.__file__).parent / "optim")  # the user's choice, as
 PASSING_ON = ("call", "__torch_function__", "__torch_dispatch__")  # methods of interceptors
 USER_CODE: set[CodeType] = set()
 
-F = TypeVar("F", bound=FunctionType)
+F = TypeVar("F", bound=Callable[..., Any])
 Line = tuple[CodeType, int]
 
 
@@ -41,12 +41,15 @@ class Place(NamedTuple):
 
 def calling_code() -> Line | None:
     """Return the innermost line that is neither torch's nor of the simulation."""
-    return next((line for line in _lines() if not _is_skipped(line[0])), None)
+    frame = inspect.currentframe()
+    while frame is not None and _is_skipped(frame.f_code):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lineno)
 
 
 def runs_user_code(function: F) -> F:
     """Note that a function runs a layer, a loss or the like: what happens in it is the user's."""
-    USER_CODE.add(function.__code__)
+    USER_CODE.add(cast("FunctionType", function).__code__)
     return function
 
 

@@ -103,78 +103,73 @@ class Simulation:
 
     def run(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Queued:
         """Queue an operator on the current stream; raise if it uses memory that it must not."""
+        streams = self.thread.streams
+        device, stream = streams[-1] if streams else (None, self.caller)
         with self.lock:
-            device, queued = self.device, self.queue(what)
-            for tensors, verb in ((reads, "read"), (writes, "written")):
-                for tensor in tensors:
-                    memory = self.memory_of(tensor)
-                    if memory is not None:
-                        _check_device(memory, device, queued.place)
-                        self.use(memory, queued, verb)
+            queued = self.queue(what, stream)
+            self.use(reads, Access(*queued, "read"), device)
+            if writes:
+                self.use(writes, Access(*queued, "written"), device)
             return queued
 
-    def queue(self, what: str, stream: SimulatedStream | None = None) -> Queued:
+    def queue(self, what: str, stream: SimulatedStream) -> Queued:
         """Queue something on a stream; it may be given memory that was released before."""
-        stream = stream or self.current()
         with self.lock:
-            self._release()
-            action = self.thread.action() if self.thread.action else None
-            place = Place(what, calling_code(), action)
+            if self.gone:
+                self._release()
+            action = self.thread.action
+            place = Place(what, calling_code(), action() if action else None)
             return Queued(stream, stream.queue(place), place)
 
-    def use(self, memory: Memory, queued: Queued, verb: str) -> None:
-        self.num_accesses += 1
-        memory.use(Access(*queued, verb))
+    def use(self, tensors: Iterable[Tensor], access: Access, device: object | None = None) -> None:
+        """Use tensors, on a device or on all."""
+        for tensor in tensors:
+            memory = self.memory_of(tensor)
+            if memory is not None:
+                if memory.device is not device:
+                    _check_device(memory, device, access.place)
+                memory.use(access)
+                self.num_accesses += 1
 
-    def allocated(
-        self,
-        tensors: Iterable[Tensor],
-        queued: Queued,
-        device: object | None = None,
-        *,
-        is_on_host: bool = False,
-    ) -> None:
+    def allocated(self, tensors: Iterable[Tensor], queued: Queued, device: object | None) -> None:
         """Record that what was queued has made tensors; those in known memory are views."""
         with self.lock:
-            self._release()
+            if self.gone:
+                self._release()
             for tensor in tensors:
                 storage = storage_of(tensor)
                 if storage is not None and id(storage) not in self.memories:
                     access = Access(*queued, "allocated")
                     uses = {queued.stream: access}
-                    memory = Memory(queued.stream, access, uses, device=device or self.device)
-                    self._remember(storage, Memory() if is_on_host else memory)
-                    if is_on_host:
-                        self.on_host.add(id(storage))
+                    self._remember(storage, Memory(queued.stream, access, uses, device=device))
 
-    def is_in_step(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether tensors are in memory of a device, and this thread's rank is in a step.
-
-        What no operator has used before is in host memory, as the state of a generator is.
-        """
-        if self.thread.action is None:
-            return False
+    def made_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Record that Python made tensors, in host memory."""
         with self.lock:
             self._release()
-            storages = {id(storage): storage for storage in map(storage_of, tensors) if storage}
-            for storage in storages.values():
-                if id(storage) not in self.memories:
+            for tensor in tensors:
+                storage = storage_of(tensor)
+                if storage is not None and id(storage) not in self.memories:
                     self._remember(storage, Memory())
                     self.on_host.add(id(storage))
-            return not self.on_host.issuperset(storages)
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory was allocated or used under watch."""
+    def is_in_step(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether tensors are in memory of a device, and this thread's rank is in a step."""
+        return self.thread.action is not None and not all(map(self.is_on_host, tensors))
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in host memory; what no operator has used before is."""
         with self.lock:
-            self._release()
-            return id(storage_of(tensor)) in self.memories
+            self.made_on_host([tensor])
+            return id(storage_of(tensor)) in self.on_host
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor; None if it has none of its own."""
         storage = storage_of(tensor)
         if storage is None:
             return None
-        self._release()
+        if self.gone:
+            self._release()
         memory = self.memories.get(id(storage))
         return self._remember(storage, Memory()) if memory is None else memory
 
@@ -200,7 +195,7 @@ def _note(gone: deque[int], number: int, _: object) -> None:
 
 
 def _check_device(memory: Memory, device: object | None, place: Place) -> None:
-    if None not in (device, memory.device) and memory.device is not device:
+    if device is not None and memory.device is not None:
         raise StreamOrderError(
             f"memory of {memory.device} is used on {device} by {place}: copy it between the devices"
         )
@@ -208,10 +203,8 @@ def _check_device(memory: Memory, device: object | None, place: Place) -> None:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage; None for one without memory of its own, as a fake one."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return None
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    return storage if storage.nbytes() else None
+    return None if tensor.is_meta or not tensor.numel() else storage

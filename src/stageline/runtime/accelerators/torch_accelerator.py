@@ -5,7 +5,7 @@ This has not run on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -58,10 +58,6 @@ class TorchAccelerator:
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.keep_alive(tensor)
 
     def record_time(self) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)

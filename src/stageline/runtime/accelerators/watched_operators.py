@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from stageline.model.recording.interception.operator_watch import needs_data
+from stageline.model.recording.interception.operator_watch import (
+    SHAPES_FROM_DATA,
+    UNTAGGED,
+    needs_data,
+)
 from stageline.runtime.accelerators.host_waits import refuse_wait
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.torch_private import TorchDispatchMode, operator_schema
@@ -24,17 +28,13 @@ UNDECLARED_WRITES = {
 FROM_PYTHON = "aten::lift_fresh"  # makes a tensor of numbers in Python, in host memory
 
 
-class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """A mode that queues each operator of a thread on its simulated stream."""
+class QueuesOperators:
+    """What the mode below does. Torch hides a mode's own method from its compiler.
 
-    def __init__(self, simulation: Simulation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as well
-        self.simulation = simulation
+    That takes 10 µs a call, and imports the compiler at the first, which takes 5 s.
+    """
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, so that `CallerContext` does not carry it to other threads."""
-        return True
+    simulation: Simulation
 
     def __torch_dispatch__(
         self,
@@ -47,14 +47,33 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         accesses = _accesses(func)
         if accesses is None or self.simulation.thread.is_paused:
             return func(*args, **kwargs)
+        if accesses.name == FROM_PYTHON:
+            result = func(*args, **kwargs)
+            self.simulation.made_on_host(_tensors(result))
+            return result
+        if accesses.is_view:
+            return func(*args, **kwargs)
         reads, writes = accesses.of(args, kwargs)
-        if needs_data(func, args) and self.simulation.is_in_step(reads):
+        simulation = self.simulation
+        if accesses.may_wait and needs_data(func, args) and simulation.is_in_step(reads):
             refuse_wait(accesses.name)
-        queued = self.simulation.run(accesses.name, reads, writes)
+        queued = simulation.run(accesses.name, reads, writes)
         result = func(*args, **kwargs)
-        is_on_host = accesses.name == FROM_PYTHON
-        self.simulation.allocated(_tensors(result), queued, is_on_host=is_on_host)
+        simulation.allocated(_tensors(result), queued, simulation.device)
         return result
+
+
+class WatchedOperators(QueuesOperators, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that queues each operator of a thread on its simulated stream."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.simulation = simulation
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, so that `CallerContext` does not carry it to other threads."""
+        return True
 
 
 class Accesses(NamedTuple):
@@ -64,6 +83,7 @@ class Accesses(NamedTuple):
     arguments: tuple[str, ...]
     written: frozenset[str]
     is_view: bool
+    may_wait: bool  # the host, for data that decide on a shape or a number
 
     def of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -71,8 +91,8 @@ class Accesses(NamedTuple):
         """Return the tensors that a call reads, and those that it writes."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        if not self.is_view:
-            for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
+        for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
+            if isinstance(value, Tensor | tuple | list):
                 (writes if name in self.written else reads).extend(_tensors(value))
         return reads, writes
 
@@ -88,12 +108,13 @@ def _accesses(operator: Any) -> Accesses | None:
     is_view = bool(returned) and not any(info.is_write for info in returned)
     names = tuple(argument.name for argument in schema.arguments)
     undeclared = UNDECLARED_WRITES.get(schema.name, ())
-    return Accesses(schema.name, names, frozenset({*written, *undeclared}), is_view)
+    may_wait = not SHAPES_FROM_DATA.isdisjoint(operator.tags) or schema.name in UNTAGGED
+    return Accesses(schema.name, names, frozenset({*written, *undeclared}), is_view, may_wait)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+        return (value,)
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return ()

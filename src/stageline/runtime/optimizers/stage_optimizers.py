@@ -265,4 +265,5 @@ def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> Tensor:
     """Return the distance of two versions of weights, one at a time: differences need memory."""
     pairs = zip(parameters, before, strict=True)
     norms = [torch.linalg.vector_norm(new.detach() - old) for new, old in pairs]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    distance: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return distance

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from stageline.arguments import check_type
 from stageline.errors import PlanError
 from stageline.model.layers import Layer, LayerSequence
+from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.carry import carried
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.optimizers.param_groups import group_options, is_on_host
 from stageline.runtime.placement.materialise import parameter_or_buffer, replace, tensors_of
@@ -219,6 +221,25 @@ def move_to_devices(
                 if before.get(parameter, parameter.device) != parameter.device:
                     state = optimizer.state.get(parameter, {})
                     move_state(state, group, parameter.device)
+
+
+def carry_to_devices(
+    layers: LayerSequence,
+    before: Mapping[int, Accelerator | None],
+    after: Mapping[int, Accelerator | None],
+) -> None:
+    """Bring tensors and gradients to the devices of their layers' new ranks, in this process.
+
+    A tensor is where the first layer is that uses it. What `move_to_devices` moved stays.
+    """
+    seen: set[Tensor] = set()
+    for number, target in after.items():
+        ends = before.get(number, target), target
+        for tensor in tensors_of(layers.layers[number].module):
+            if tensor not in seen and ends[0] is not ends[1]:
+                tensor.data = carried(tensor.data, *ends)
+                tensor.grad = carried(tensor.grad, *ends)
+            seen.add(tensor)
 
 
 def move_state(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> None:
