@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runtime.accelerators.watched import Watched, batches, chain
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import stageline as sl
 from stageline.errors import StageError
 from stageline.model import trees
-from stageline.pipeline import session_of
-from stageline.runtime.devices import watching_caller
 from stageline.schedules.build import schedule_names
 from stageline.zoo.cases import CASES, Case, Trained, differences, make_case, pipelined, plainly
 
@@ -74,39 +73,6 @@ def test_recomputation_offload_and_shared_devices_are_ordered(
 def test_running_statistics_of_each_micro_batch_are_ordered() -> None:
     found = on_devices("resnet", batch_norm="microbatch", recompute="always", offload=True)
     assert differences(found, plain("resnet", batch_norm="microbatch")) == []
-
-
-def chain(*, tied: bool = False) -> nn.Sequential:
-    torch.manual_seed(1)
-    linear = [nn.Linear(6, 6) for _ in range(4)]
-    if tied:
-        linear[3].weight = linear[0].weight
-    return nn.Sequential(linear[0], nn.Tanh(), linear[1], nn.Dropout(0.1), linear[2], linear[3])
-
-
-def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(2)
-    return [(torch.randn(9, 6), torch.randn(9, 6)) for _ in range(count)]
-
-
-class Watched:
-    """A pipeline on simulated devices, whose caller's thread is checked as well."""
-
-    def __init__(self, model: Any, *, checks: bool = True, **options: Any) -> None:
-        options = {"num_ranks": 2, "num_microbatches": 4, **options}
-        fields = {"seed": 3, **options.pop("options", {})}
-        self.pipe = sl.Pipeline(
-            model, mse_loss, options=sl.Options(check_streams=checks, **fields), **options
-        )
-        self.watch = watching_caller(session_of(self.pipe).assembly.layout.accelerators)
-
-    def __enter__(self) -> sl.Pipeline:
-        self.watch.__enter__()
-        return self.pipe.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.pipe.__exit__(*error)
-        self.watch.__exit__(*error)
 
 
 Train = Callable[[sl.Pipeline, nn.Module], None]

@@ -65,13 +65,18 @@ class CheckedAccelerator:
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Take memory that was there before anything was watched for host memory."""
-        return tensor if self.simulation.is_known(tensor) else self.upload(tensor)
+        return self.upload(tensor) if self.simulation.is_on_host(tensor) else tensor
 
     def upload(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor, "a copy from the host", self.simulation.current(self))
 
     def download(self, tensor: Tensor) -> Tensor:
-        return self._copied(tensor, "a copy to the host", self.simulation.current(self))
+        """Copy to memory that torch keeps until copies from and to it are done."""
+        with self.simulation.paused():
+            copy = exact_copy(tensor)
+        self.simulation.made_on_host([copy])
+        self._copy(tensor, copy, "a copy to the host", self.simulation.current(self))
+        return copy
 
     def record_time(self) -> float:
         """Return the host's time: operators run at once."""
@@ -91,8 +96,13 @@ class CheckedAccelerator:
         with simulation.lock:
             simulation.allocated([copy], simulation.queue(what, own), self)
             stream.wait(own.event())
+            self._copy(tensor, copy, what, stream)
+            own.wait(stream.event())
+        return copy
+
+    def _copy(self, tensor: Tensor, copy: Tensor, what: str, stream: SimulatedStream) -> None:
+        simulation = self.simulation
+        with simulation.lock:
             queued = simulation.queue(what, stream)
             simulation.use([tensor], Access(*queued, "read"))
             simulation.use([copy], Access(*queued, "written"))
-            own.wait(stream.event())
-        return copy

@@ -50,7 +50,9 @@ class HostCopies(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in self.REFUSED:
+        values = (*args, *(kwargs or {}).values())
+        to_host = func is Tensor.to and any(isinstance(v, str) and v == "cpu" for v in values)
+        if to_host or func in self.REFUSED:
             refuse_wait(func.__name__)
         return func(*args, **(kwargs or {}))
 

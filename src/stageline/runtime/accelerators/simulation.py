@@ -154,21 +154,14 @@ class Simulation:
                     self.on_host.add(id(storage))
 
     def is_in_step(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether tensors are in memory of a device, and this thread's rank is in a step.
+        """Return whether tensors are in memory of a device, and this thread's rank is in a step."""
+        return self.thread.action is not None and not all(map(self.is_on_host, tensors))
 
-        What no operator has used before is in host memory, as the state of a generator is.
-        """
-        if self.thread.action is None:
-            return False
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in host memory; what no operator has used before is."""
         with self.lock:
-            self.made_on_host(tensors)
-            return not all(id(storage_of(tensor)) in self.on_host for tensor in tensors)
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory was allocated or used under watch."""
-        with self.lock:
-            self._release()
-            return id(storage_of(tensor)) in self.memories
+            self.made_on_host([tensor])
+            return id(storage_of(tensor)) in self.on_host
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor; None if it has none of its own."""
@@ -202,7 +195,7 @@ def _note(gone: deque[int], number: int, _: object) -> None:
 
 
 def _check_device(memory: Memory, device: object | None, place: Place) -> None:
-    if None not in (device, memory.device) and memory.device is not device:
+    if device is not None and memory.device is not None:
         raise StreamOrderError(
             f"memory of {memory.device} is used on {device} by {place}: copy it between the devices"
         )

@@ -47,16 +47,19 @@ class QueuesOperators:
         accesses = _accesses(func)
         if accesses is None or self.simulation.thread.is_paused:
             return func(*args, **kwargs)
+        if accesses.name == FROM_PYTHON:
+            result = func(*args, **kwargs)
+            self.simulation.made_on_host(_tensors(result))
+            return result
+        if accesses.is_view:
+            return func(*args, **kwargs)
         reads, writes = accesses.of(args, kwargs)
         simulation = self.simulation
         if accesses.may_wait and needs_data(func, args) and simulation.is_in_step(reads):
             refuse_wait(accesses.name)
         queued = simulation.run(accesses.name, reads, writes)
         result = func(*args, **kwargs)
-        if accesses.name == FROM_PYTHON:
-            simulation.made_on_host(_tensors(result))
-        elif not accesses.is_view:
-            simulation.allocated(_tensors(result), queued, simulation.device)
+        simulation.allocated(_tensors(result), queued, simulation.device)
         return result
 
 
@@ -88,10 +91,9 @@ class Accesses(NamedTuple):
         """Return the tensors that a call reads, and those that it writes."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        if not self.is_view:
-            for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
-                if isinstance(value, Tensor | tuple | list):
-                    (writes if name in self.written else reads).extend(_tensors(value))
+        for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
+            if isinstance(value, Tensor | tuple | list):
+                (writes if name in self.written else reads).extend(_tensors(value))
         return reads, writes
 
 

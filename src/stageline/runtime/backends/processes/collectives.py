@@ -19,6 +19,7 @@ from stageline.runtime.backends.processes import exchange
 from stageline.runtime.backends.processes.connection import Connection
 from stageline.runtime.backends.processes.device_trees import (
     broadcast_tree,
+    gather_trees,
     receive_tree,
     send_tree,
 )
@@ -60,6 +61,8 @@ class ProcessCollectives:
         if found is None:
             return [own]
         with self.guarded(what, task):
+            if self.device is not None and group is not Group.SAVES:
+                return gather_trees(own, found, self.device)
             return exchange.gather(own, found)
 
     def broadcast(self, tree: T, source: int, what: str) -> T:

@@ -1,59 +1,66 @@
 """Send Python values between ranks over a process group: first the length, then the bytes.
 
-If one rank cannot encode its value, all ranks that take part raise, so none waits forever.
+If one rank cannot encode its value, all ranks that take part raise, so none waits forever. All of
+it is in memory of Python's, never on a device. `describe` returns what is sent of a value.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stageline.errors import ModelError, StagelineError
-from stageline.runtime.backends.processes.messages.encoding import decode, encode
+from stageline.runtime.backends.processes.messages.encoding import LENGTH, decode, encode
 
-T = TypeVar("T")
+Describe = Callable[[Any], Any]
 
 
-def gather(own: T, group: dist.ProcessGroup) -> list[T]:
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def gather(own: Any, group: dist.ProcessGroup, describe: Describe = as_it_is) -> list[Any]:
     """Return the values of all ranks of the group, by rank."""
-    message, error = _encode(own)
-    count = dist.get_world_size(group)
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(lengths, torch.tensor([len(message)]), group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.cat([message, message.new_zeros(longest - len(message))])
-    found = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(found, padded, group)
+    message, error = _encode(own, describe)
+    lengths = [bytearray(LENGTH) for _ in range(dist.get_world_size(group))]
+    dist.all_gather([*map(bytes_to_tensor, lengths)], bytes_to_tensor(_length(message)), group)
+    longest = max(map(_number, lengths))
+    padded = message.ljust(longest, b"\0")
+    found = [bytearray(longest) for _ in lengths]
+    dist.all_gather([*map(bytes_to_tensor, found)], bytes_to_tensor(padded), group)
     if error is not None:
         raise error
     pairs = zip(found, lengths, strict=True)
-    return [_decode(each[: int(length)], rank) for rank, (each, length) in enumerate(pairs)]
+    return [_decode(each[: _number(length)], rank) for rank, (each, length) in enumerate(pairs)]
 
 
-def broadcast(own: T | None, source: int, group: dist.ProcessGroup) -> T:
+def broadcast(
+    own: Any, source: int, group: dist.ProcessGroup, describe: Describe = as_it_is
+) -> Any:
     """Return the value of the rank `source` of the group."""
-    message, error = _encode(own if dist.get_rank(group) == source else None)
+    is_here = dist.get_rank(group) == source
+    message, error = _encode(own, describe) if is_here else _encode(None, as_it_is)
     root = dist.get_global_rank(group, source)
-    length = torch.tensor([len(message)])
-    dist.broadcast(length, root, group)
-    if dist.get_rank(group) != source:
-        message = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(message, root, group)
+    length = _length(message)
+    dist.broadcast(bytes_to_tensor(length), root, group)
+    if not is_here:
+        message = bytearray(_number(length))
+    dist.broadcast(bytes_to_tensor(message), root, group)
     if error is not None:
         raise error
-    found: T = _decode(message, source)
-    return found
+    return _decode(message, source)
 
 
-def send(own: Any, target: int, group: dist.ProcessGroup) -> None:
+def send(own: Any, target: int, group: dist.ProcessGroup, describe: Describe = as_it_is) -> None:
     """Send a value to the rank `target` of the group, which calls `receive`."""
-    message, error = _encode(own)
+    message, error = _encode(own, describe)
     peer = dist.get_global_rank(group, target)
-    dist.send(torch.tensor([len(message)]), peer, group)
-    dist.send(message, peer, group)
+    for part in (_length(message), message):
+        dist.send(bytes_to_tensor(part), peer, group)
     if error is not None:
         raise error
 
@@ -61,32 +68,36 @@ def send(own: Any, target: int, group: dist.ProcessGroup) -> None:
 def receive(source: int, group: dist.ProcessGroup) -> Any:
     """Return the value that the rank `source` of the group sends."""
     peer = dist.get_global_rank(group, source)
-    length = torch.empty(1, dtype=torch.int64)
-    dist.recv(length, peer, group)
-    message = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(message, peer, group)
+    length = bytearray(LENGTH)
+    dist.recv(bytes_to_tensor(length), peer, group)
+    message = bytearray(_number(length))
+    dist.recv(bytes_to_tensor(message), peer, group)
     return _decode(message, source)
 
 
-def _encode(own: Any) -> tuple[Tensor, StagelineError | None]:
+def bytes_to_tensor(data: bytearray) -> Tensor:
+    """Return a tensor of bytes in the same memory."""
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _encode(own: Any, describe: Describe) -> tuple[bytearray, StagelineError | None]:
     """Return the message with a value, or with the error that prevents it from being encoded."""
     try:
-        return bytes_to_tensor(encode((True, own))), None
+        return bytearray(encode((True, describe(own)))), None
     except StagelineError as error:
-        return bytes_to_tensor(encode((False, str(error)))), error
+        return bytearray(encode((False, str(error)))), error
 
 
-def _decode(message: Tensor, rank: int) -> Any:
-    is_value, found = decode_tensor(message)
+def _decode(message: bytearray, rank: int) -> Any:
+    is_value, found = decode(message)
     if not is_value:
         raise ModelError(f"rank {rank}: {found}")
     return found
 
 
-def bytes_to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _length(message: bytearray) -> bytearray:
+    return bytearray(len(message).to_bytes(LENGTH, "little"))
 
 
-def decode_tensor(message: Tensor) -> Any:
-    """Return the value that the bytes of this tensor encode."""
-    return decode(message.numpy().tobytes())
+def _number(length: bytearray) -> int:
+    return int.from_bytes(length, "little")

@@ -46,6 +46,10 @@ class TensorForm(NamedTuple):
         return prod(self.shape)
 
     @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
     def is_dense(self) -> bool:
         """Return whether it takes all of a piece of memory, in whatever order."""
         reach = 1

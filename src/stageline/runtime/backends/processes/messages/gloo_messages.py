@@ -14,7 +14,6 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -85,9 +84,9 @@ class Incoming:
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for bytes that a rank sends, the first of those that were not received yet."""
         length = bytearray(LENGTH)
-        self._receive(torch.frombuffer(length, dtype=torch.uint8), peer)
+        self._receive(bytes_to_tensor(length), peer)
         data = bytearray(int.from_bytes(length, "little"))
-        self._receive(torch.frombuffer(data, dtype=torch.uint8), peer)
+        self._receive(bytes_to_tensor(data), peer)
         return bytes(data)
 
     def _receive(self, buffer: Tensor, peer: int) -> None:
@@ -131,7 +130,7 @@ class Outgoing:
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         for part in (len(data).to_bytes(LENGTH, "little"), data):
-            self._post(peer, bytes_to_tensor(part), UNKNOWN)
+            self._post(peer, bytes_to_tensor(bytearray(part)), UNKNOWN)
 
     def flush(self, beyond: int = 0) -> None:
         """Hand new messages to the thread, if they take more than so many bytes."""
