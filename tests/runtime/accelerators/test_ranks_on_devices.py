@@ -115,7 +115,7 @@ def own_loss(pipe: sl.Pipeline, model: nn.Module) -> None:
     optimizer = adamw(model.parameters())
     for given, target in batches():
         inputs = (given * 2).requires_grad_()
-        mse_loss(pipe(inputs), target).backward()
+        mse_loss(pipe(inputs), target).backward()  # type: ignore[no-untyped-call]
         assert inputs.grad is not None
         assert float(inputs.grad.norm()) > 0
         optimizer.step()
@@ -139,7 +139,7 @@ def inputs_in_a_graph(pipe: sl.Pipeline, model: nn.Module) -> None:  # noqa: ARG
 
 
 def hooked(pipe: sl.Pipeline, model: nn.Module) -> None:
-    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
     steps(pipe, model)
 
 

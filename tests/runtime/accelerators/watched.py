@@ -45,6 +45,6 @@ class Watched:
         self.watch.__enter__()
         return self.pipe.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.pipe.__exit__(*error)
         self.watch.__exit__(*error)
