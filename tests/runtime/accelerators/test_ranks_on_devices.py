@@ -139,7 +139,7 @@ def inputs_in_a_graph(pipe: sl.Pipeline, model: nn.Module) -> None:  # noqa: ARG
 
 
 def hooked(pipe: sl.Pipeline, model: nn.Module) -> None:
-    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+    next(model.parameters()).register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     steps(pipe, model)
 
 
