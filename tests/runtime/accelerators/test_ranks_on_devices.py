@@ -139,7 +139,8 @@ def inputs_in_a_graph(pipe: sl.Pipeline, model: nn.Module) -> None:  # noqa: ARG
 
 
 def hooked(pipe: sl.Pipeline, model: nn.Module) -> None:
-    next(model.parameters()).register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    first: Any = next(model.parameters())
+    first.register_hook(lambda gradient: gradient * 2)
     steps(pipe, model)
 
 
