@@ -115,7 +115,29 @@ DEADLOCKS = {
         "1SEND_B0, 1CLIP_GRAD for 0CLIP_GRAD",
         ("0B1", "0RECV_B0", "1CLIP_GRAD"),
     ),
-    "three ranks, of which one clips before another has reduced": Deadlock(
+    "a rank clips before a replica that waits for its gradients": Deadlock(
+        program(
+            "0F0@0 0B0@0 0REDUCE_GRAD@1 0CLIP_GRAD@1 0STEP@1",
+            "0F1@0 0B1@0 0CLIP_GRAD@1 0REDUCE_GRAD@1 0STEP@1",
+            epilogue=Epilogue(clips=True),
+        ),
+        "rank 0's 0CLIP_GRAD@1 for rank 1's 0REDUCE_GRAD@1, rank 1's 0CLIP_GRAD@1 for rank 0's "
+        "0CLIP_GRAD@1",
+        ("0CLIP_GRAD@1", "0CLIP_GRAD@1"),
+    ),
+    "a rank clips a later mini-batch before a replica that waits for its gradients": Deadlock(
+        program(
+            "0F0@0 0B0@0 0CLIP_GRAD@1 0REDUCE_GRAD@1 0STEP@1 0F2@1 0B2@1 0CLIP_GRAD@2 "
+            "0REDUCE_GRAD@2 0STEP@2",
+            "0F1@0 0B1@0 0CLIP_GRAD@1 0CLIP_GRAD@2 0REDUCE_GRAD@1 0STEP@1 0F3@1 0B3@1 "
+            "0REDUCE_GRAD@2 0STEP@2",
+            epilogue=Epilogue(clips=True),
+        ),
+        "rank 0's 0STEP@1 for rank 1's 0REDUCE_GRAD@1, rank 1's 0CLIP_GRAD@2 for rank 0's "
+        "0CLIP_GRAD@2",
+        ("0STEP@1", "0CLIP_GRAD@2"),
+    ),
+    "a rank of three clips before its forward": Deadlock(
         program(
             "0F0@0 0RECV_B0 0SEND_F0 0B0@0 0REDUCE_GRAD@1 0CLIP_GRAD@1 0STEP@1",
             "0F1@0 0RECV_B1 0SEND_F1 0B1@0 0REDUCE_GRAD@1 0CLIP_GRAD@1 0STEP@1",
@@ -171,6 +193,18 @@ def test_a_deadlock_may_be_due_to_the_order_of_channels_alone() -> None:
     """If channels carried out whatever is there at both ends, the program would complete."""
     work, _, _ = DEADLOCKS["replicas reduce and gather in different orders"]
     assert all(completes(steps_of(work), Random(seed), ordered=False) for seed in range(10))
+
+
+def test_ranks_that_hold_several_stages_may_meet_once_for_each_of_them() -> None:
+    check(
+        program(
+            "0F0@0 1F0@0 1RECV_B0 1SEND_F0 1B0@0 1REDUCE_GRAD@1 0B0@0 0REDUCE_GRAD@1 "
+            "0REDUCE_TIED@1 1REDUCE_TIED@1 0STEP@1 1STEP@1",
+            "2RECV_F0 2F0@0 3F0@0 3B0@0 3REDUCE_GRAD@1 2B0@0 2SEND_B0 2REDUCE_GRAD@1 "
+            "2REDUCE_TIED@1 3REDUCE_TIED@1 2STEP@1 3STEP@1",
+            epilogue=Epilogue(reduces_tied=True),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", MEETINGS)
