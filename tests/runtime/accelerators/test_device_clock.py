@@ -16,6 +16,7 @@ from stageline.runtime.accelerators import device_clock
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.accelerators.simulation import Simulation
+from stageline.runtime.accelerators.torch_accelerator import TorchAccelerator
 from stageline.runtime.engine.recorder import Recorder
 from stageline.schedules.action import Kind
 
@@ -183,3 +184,30 @@ def test_no_clock_is_read_but_before_and_after_a_trace(monkeypatch: pytest.Monke
     traced(monkeypatch, Synchronized)
     assert read
     assert not any(read)
+
+
+def test_a_real_device_is_asked_for_events_with_times_on_its_current_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+
+    class FakeEvent:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            calls.append((str(device), enable_timing))
+
+        def record(self, stream: str) -> None:
+            calls.append(stream)
+
+        def elapsed_time(self, other: FakeEvent) -> float:
+            assert isinstance(other, FakeEvent)
+            return 1500.0  # ms
+
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: calls.append(device.index))
+    device = TorchAccelerator(torch.device("cuda", 1))
+    earlier = device.record_time()
+    assert calls == [("cuda:1", True), "stream of cuda:1"]
+    assert device.seconds_between(earlier, device.record_time()) == 1.5
+    device.synchronize()
+    assert calls[-1] == 1
