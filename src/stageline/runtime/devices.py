@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+<<<<<<< HEAD
+=======
+from typing import Any, NamedTuple
+>>>>>>> accel-streams
 
 import torch
 
@@ -71,6 +75,34 @@ def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractConte
     return first.rank_thread() if first else nullcontext()
 
 
+<<<<<<< HEAD
+=======
+class StreamCheck(NamedTuple):
+    """How much simulated devices have checked so far."""
+
+    num_accesses: int
+    num_streams: int
+
+    def __str__(self) -> str:
+        return f"{self.num_accesses:,} accesses on {self.num_streams} streams, all ordered"
+
+
+def stream_check(accelerators: Sequence[Accelerator | None]) -> StreamCheck:
+    """Return how much has been checked; an access that nothing orders has raised."""
+    simulations = {a.simulation for a in accelerators if isinstance(a, CheckedAccelerator)}
+    streams = (stream for each in simulations for stream in each.streams if stream.num_queued)
+    return StreamCheck(sum(each.num_accesses for each in simulations), sum(1 for _ in streams))
+
+
+def default_generators(device: torch.device | None) -> list[torch.Generator]:
+    """Return the generators that operators of a rank draw from: the CPU's, and its device's."""
+    if device is None or device.type == "cpu":
+        return [torch.default_generator]
+    own: Any = torch.get_device_module(device).default_generators
+    return [torch.default_generator, own[device.index or 0]]
+
+
+>>>>>>> accel-streams
 def current(device: torch.device | None) -> AbstractContextManager[object]:
     """Return a context in which new tensors and kernels of a rank's thread go to its own GPU."""
     is_cuda = device is not None and device.type == "cuda"
