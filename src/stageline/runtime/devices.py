@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-<<<<<<< HEAD
-=======
-from typing import Any, NamedTuple
->>>>>>> accel-streams
+from typing import NamedTuple
 
 import torch
 
@@ -75,8 +72,6 @@ def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractConte
     return first.rank_thread() if first else nullcontext()
 
 
-<<<<<<< HEAD
-=======
 class StreamCheck(NamedTuple):
     """How much simulated devices have checked so far."""
 
@@ -94,15 +89,6 @@ def stream_check(accelerators: Sequence[Accelerator | None]) -> StreamCheck:
     return StreamCheck(sum(each.num_accesses for each in simulations), sum(1 for _ in streams))
 
 
-def default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return the generators that operators of a rank draw from: the CPU's, and its device's."""
-    if device is None or device.type == "cpu":
-        return [torch.default_generator]
-    own: Any = torch.get_device_module(device).default_generators
-    return [torch.default_generator, own[device.index or 0]]
-
-
->>>>>>> accel-streams
 def current(device: torch.device | None) -> AbstractContextManager[object]:
     """Return a context in which new tensors and kernels of a rank's thread go to its own GPU."""
     is_cuda = device is not None and device.type == "cuda"

@@ -115,11 +115,7 @@ def own_loss(pipe: sl.Pipeline, model: nn.Module) -> None:
     optimizer = adamw(model.parameters())
     for given, target in batches():
         inputs = (given * 2).requires_grad_()
-<<<<<<< HEAD
-        mse_loss(pipe(inputs), target).backward()  # type: ignore[no-untyped-call]
-=======
         torch.autograd.backward(mse_loss(pipe(inputs), target))
->>>>>>> accel-streams
         assert inputs.grad is not None
         assert float(inputs.grad.norm()) > 0
         optimizer.step()
@@ -143,13 +139,8 @@ def inputs_in_a_graph(pipe: sl.Pipeline, model: nn.Module) -> None:  # noqa: ARG
 
 
 def hooked(pipe: sl.Pipeline, model: nn.Module) -> None:
-<<<<<<< HEAD
-    first: Any = next(model.parameters())
-    first.register_hook(lambda gradient: gradient * 2)
-=======
     first = next(model.parameters())
     first.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
->>>>>>> accel-streams
     steps(pipe, model)
 
 

@@ -28,29 +28,6 @@ def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(9, 6), torch.randn(9, 6)) for _ in range(count)]
 
 
-<<<<<<< HEAD
-class Watched:
-    """A pipeline on simulated devices, whose caller's thread is checked as well."""
-
-    def __init__(
-        self, model: Any, *, checks: bool = True, watches: bool = True, **options: Any
-    ) -> None:
-        options = {"num_ranks": 2, "num_microbatches": 4, **options}
-        fields = {"seed": 3, **options.pop("options", {})}
-        self.pipe = sl.Pipeline(
-            model, mse_loss, options=sl.Options(check_streams=checks, **fields), **options
-        )
-        accelerators = session_of(self.pipe).assembly.layout.accelerators
-        self.watch = watching_caller(accelerators) if watches else nullcontext()
-
-    def __enter__(self) -> sl.Pipeline:
-        self.watch.__enter__()
-        return self.pipe.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.pipe.__exit__(*error)
-        self.watch.__exit__(*error)
-=======
 @contextmanager
 def watched(
     model: Any, *, checks: bool = True, watches: bool = True, **options: Any
@@ -62,4 +39,3 @@ def watched(
         accelerators = session_of(pipe).assembly.layout.accelerators
         with watching_caller(accelerators) if watches else nullcontext():
             yield pipe
->>>>>>> accel-streams
