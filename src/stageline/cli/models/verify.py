@@ -80,7 +80,7 @@ def verify(
     with loading_torch():
         import stageline.pipeline  # noqa: F401, PLC0415
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    options = {"recompute": recompute, "backend": backend}
+    options: dict[str, Any] = {"recompute": recompute, "backend": backend}
     if streams:
         options["options"] = sl.Options(check_streams=True)
     outcomes = set()
