@@ -1,7 +1,8 @@
 """Trains with every schedule over ordered channels with random delays, to the bits of a plain loop.
 
 Its arguments: the first seed of the delays, and how many. With each seed, every pipeline makes a
-step. It prints what differs, and at the end how much was equal.
+step, or trains on a stream of four mini-batches if it never flushes. It prints the schedules, and
+with which seeds something differs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import stageline as sl
 from stageline.runtime.placement.checks import RECOMPUTE
 from stageline.zoo.cases import CASES, LENGTHS, NUM_MICROBATCHES, SEED, Case, make_case
 from stageline.zoo.plain import train_plainly
+from stageline.zoo.plain_asynchronous import train_asynchronously
+
+BALANCES = {2: [3, 5], 3: [2, 4, 2], 4: [2, 2, 2, 2]}  # by number of ranks
 
 
 class Beside(nn.Module):
@@ -146,6 +150,45 @@ def differing(name: str, wanted: Wanted, seeds: range, **options: Any) -> list[i
     return found
 
 
+def chain_of_layers() -> sl.LayerSequence:
+    torch.manual_seed(4)
+    pairs = [(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+    return sl.LayerSequence.of([layer for pair in pairs for layer in pair])
+
+
+def plain_sgd(weights: Any) -> torch.optim.Optimizer:
+    """Return an optimizer without a state, so that a stream goes on where the last one ended."""
+    return torch.optim.SGD(weights, 0.05)
+
+
+def differing_streams(rule: str, seeds: range) -> list[int]:
+    """Return the seeds with which streams lead to other bits."""
+    num_ranks = dist.get_world_size()
+    shared: dict[str, Any] = {"balance": BALANCES[num_ranks]}
+    shared["num_microbatches"] = num_ranks if rule == "pipedream_2bw" else 1
+    batches = [(torch.randn(length, 6), torch.randn(length, 6)) for length in (8, 7, 8, 8)]
+    wanted, found = chain_of_layers(), list[int]()
+    pipe = sl.Pipeline(
+        chain_of_layers(),
+        mse_loss,
+        num_ranks=num_ranks,
+        schedule=rule,
+        optimizer_fn=plain_sgd,
+        options=sl.Options(seed=SEED, check_streams=True),
+        **shared,
+    )
+    for seed in seeds:
+        with delays(seed):
+            for _ in pipe.run(batches):
+                pass
+        train_asynchronously(wanted, mse_loss, plain_sgd, batches, rule=rule, **shared)
+        own, state = pipe.state_dict(), wanted.state_dict()
+        if not own or not all(torch.equal(tensor, state[key]) for key, tensor in own.items()):
+            found.append(seed)
+    pipe.close()
+    return found
+
+
 def schedules(num_ranks: int) -> Iterator[str]:
     for name in sl.schedule_names(synchronous=True):
         with suppress(sl.ScheduleError):
@@ -157,17 +200,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first, count = map(int, sys.argv[1:])
-    num_ranks, names = dist.get_world_size(), [*CASES, "odd"]
+    seeds = range(first, first + count)
+    names = [*CASES, "odd"]
     wanted = {name: Wanted(name, count) for name in names}
-    num_equal = 0
-    for number, schedule in enumerate(schedules(num_ranks)):
-        name, recompute = names[(number + first) % len(names)], RECOMPUTE[number % 3]
-        seeds = range(first, first + count)
-        options = {"schedule": schedule, "recompute": recompute}
-        if found := differing(name, wanted[name], seeds, **options):
-            print(f"{schedule}, {name}: differs with seeds {found}")
-        num_equal += count - len(found)
-    print(f"{number + 1} schedules, {num_equal} steps equal")
+    for number, schedule in enumerate(schedules(dist.get_world_size())):
+        name = names[(number + first // count) % len(names)]
+        options = {"schedule": schedule, "recompute": RECOMPUTE[number % 3]}
+        found = differing(name, wanted[name], seeds, **options)
+        print(f"{schedule}: {len(seeds)} seeds, differs with {found}")
+    torch.manual_seed(5)
+    for rule in ("pipedream", "pipedream_2bw"):
+        found = differing_streams(rule, seeds)
+        print(f"{rule}: {len(seeds)} seeds, differs with {found}")
     dist.destroy_process_group()
 
 
