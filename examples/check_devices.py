@@ -44,7 +44,7 @@ from stageline.planning.cluster.measure_links import LARGE, link_of, measure_pai
 from stageline.planning.cluster.measure_overlap import MATRIX_SIZE, measure_overlap
 from stageline.planning.explain import median_costs, median_timeline
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.accelerators.measured_devices import device_name, cuda_waits
+from stageline.runtime.accelerators.measured_devices import cuda_waits, device_name
 from stageline.runtime.devices import accelerators_of
 from stageline.training.metrics import peak_memory
 from stageline.units import format_bytes

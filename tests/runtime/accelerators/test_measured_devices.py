@@ -15,10 +15,10 @@ from stageline.planning.profiling.profile import profile
 from stageline.planning.profiling.profiled_model import ProfiledModel
 from stageline.runtime.accelerators import measured_devices
 from stageline.runtime.accelerators.measured_devices import (
+    cuda_waits,
     device_memory,
     device_name,
     device_of,
-    cuda_waits,
     peak_bytes,
     timed,
 )
