@@ -48,12 +48,9 @@ REMOVED = {  # the call, and what takes its place
     "record_event": "{}",  # of no stream: the simulated event that comes after nothing
     "queueing_on": "__import__('contextlib').nullcontext()",
 }
-UNIT_TESTS = "tests/runtime/accelerators"
-# Tests by the folder of what was removed; the first that fits.
-TESTS = (
-    ("backends/processes", ("tests/distributed/test_channels.py", UNIT_TESTS)),
-    ("", (UNIT_TESTS,)),
-)
+TESTS = "tests/runtime/accelerators"
+LAST = ("test_ranks_on_devices.py",)  # takes longest
+OF_PROCESSES = ("tests/distributed/test_channels.py",)
 STEPS = 9
 
 
@@ -90,19 +87,25 @@ def try_all(found: Sequence[Mutation]) -> list[tuple[Mutation, str]]:
         tree = copied_tree(Path(folder) / "tree")
         for mutation in found:
             place = mutation.path.removeprefix(RUNTIME + "/")
-            tests = next(tests for start, tests in TESTS if place.startswith(start))
             with broken(mutation, tree):
-                test = first_failure(tree, [each for each in tests if (tree / each).exists()])
+                test = first_failure(tree, _tests(tree, place))
             results.append((mutation, test))
             print(f"{test or 'SURVIVED':60} {place}:{mutation.line} {mutation.old}", flush=True)
     return results
+
+
+def _tests(tree: Path, place: str) -> list[str]:
+    """Return the tests for something that was removed, in the order in which they run."""
+    files = sorted((tree / TESTS).glob("test_*.py"), key=lambda file: (file.name in LAST, file))
+    tests = [str(file.relative_to(tree)) for file in files]
+    return [*OF_PROCESSES, *tests] if "processes/" in place else tests
 
 
 def print_table(results: Sequence[tuple[Mutation, str]]) -> None:
     table = Table("place", "removed", "noticed by")
     for mutation, test in results:
         place = f"{mutation.path.removeprefix(RUNTIME + '/')}:{mutation.line}"
-        name = test.removeprefix(UNIT_TESTS + "/") or "SURVIVED"
+        name = test.removeprefix(f"{TESTS}/") or "SURVIVED"
         table.add_row(place, mutation.old, name, style=None if test else "bold red")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -15,7 +15,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "stageline"
 TREE = re.compile(r"(?<=<!-- tree -->\n```\n).*?(?=```)", re.DOTALL)
 IMPORT_ORDER = [  # what is not listed comes first
     *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
-    *("deprecated", "report", "simulation", "torch_private", "model", "runtime", "planning"),
+    *(
+        "deprecated",
+        "report",
+        "simulation",
+        "torch_private",
+        "torch_private_training",
+        "model",
+        "runtime",
+        "planning",
+    ),
     *("pipeline_setup", "pipeline", "torchgpipe", "checkpoint", "training", "integrations"),
     *("zoo", "cli", "__main__"),
 ]

@@ -21,6 +21,7 @@ PACKAGES = [  # in the order of imports
     *("deprecated", "report", "simulation"),
     *(
         "torch_private",
+        "torch_private_training",
         "model",
         "runtime",
         "planning",

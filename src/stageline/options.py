@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,11 @@ class Options:
     target, say, `loss_fn` returns a sum, and the total count divides it. `batch_norm` is
     "minibatch" or "microbatch": how often running statistics are updated. `accumulate` is "exact",
     or "fused" to add weight gradients inside matrix products: with another rounding, and faster
-    only if the products are large. `embedding_rows` adds the gradients of embeddings from 4 MiB on
-    to the rows that have tokens, instead of a gradient of the whole table: faster, in less memory,
-    with the same bits; False does what autograd does.
+    only if the products are large. Or it is a type, such as torch.float32 or "float32": gradients
+    of weights with fewer bits are added in it, and their `.grad` has this type.
+    `embedding_rows` adds the gradients of embeddings from 4 MiB on to the rows that have tokens,
+    instead of a gradient of the whole table: faster, in less memory, with the same bits; False does
+    what autograd does.
     `offload` keeps activations in host memory until their backward. `max_norm` clips the gradients
     of a pipeline with an `optimizer_fn`. `timeout` is how many seconds a process waits for others.
     Processes of one machine exchange tensors through shared memory, and replicas sum gradients
@@ -41,7 +43,7 @@ class Options:
     seed: int = 0
     count_fn: Callable[[Any], float | Tensor] | None = None
     batch_norm: str = "minibatch"
-    accumulate: str = "exact"
+    accumulate: str | dtype = "exact"
     embedding_rows: bool = True
     offload: bool = False
     max_norm: float | None = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from stageline.deprecated import accepts_deprecated
-from stageline.errors import ModelError
 from stageline.model.any_model import AnyModel
 from stageline.model.layers import LayerSequence
 from stageline.options import Options
@@ -22,13 +22,12 @@ from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.replan import Replan
 from stageline.planning.replan_session import replan_session
 from stageline.report.timeline import Timeline
-from stageline.runtime.batches import input_gradients
 from stageline.runtime.batches.call import call
-from stageline.runtime.batches.cut_batch import training_batch
-from stageline.runtime.batches.result import StepResult, broadcast_results
+from stageline.runtime.batches.loss_scaling import unscale
+from stageline.runtime.batches.result import StepResult
 from stageline.runtime.batches.stream_results import StepResults, run
+from stageline.runtime.batches.train_step import train_step
 from stageline.runtime.devices import Device
-from stageline.runtime.engine.minibatch import Purpose
 from stageline.runtime.engine.recorder import Recorder
 from stageline.runtime.engine.session import Session
 from stageline.runtime.optimizers.clipping import clip_grad_norm
@@ -94,26 +93,20 @@ class Pipeline:
         given = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self._opener = SessionOpener(model, given)
         self.model = model if isinstance(model, nn.Module) else self.layers.modules
-        self._stream = weakref.ref(_no_results())  # the last one
+        self._stream: Callable[[], StepResults | None] = lambda: None  # the last one
 
-    def step(self, inputs: Any = None, target: Any = None, **named: Any) -> StepResult:
+    def step(
+        self, inputs: Any = None, target: Any = None, *, scaler: Any = None, **named: Any
+    ) -> StepResult:
         """Run one mini-batch forward and backward, and add to the gradients that are there.
 
         `inputs` are those of the model's forward: a mapping by name, a tuple in order, or its first
         argument. Layers that were given one by one read them by name. `named` are further inputs.
+        A `scaler`, a `torch.amp.GradScaler`, scales gradients, but not the loss that is returned:
+        call `unscale_` before the optimizer's step.
         """
         session = self._opener.opened_for(inputs, named)
-        if session.assembly.is_asynchronous:
-            raise ModelError(
-                f"step was called, but {self.schedule.name!r} has several mini-batches on their "
-                "way at a time: use for result in pipe.run(loader)"
-            )
-        minibatch = training_batch(session, inputs, target, named)
-        session.run(minibatch, Purpose.TRAIN, session.optimizers)
-        session.num_steps += 1
-        input_gradients.share(minibatch, session.assembly.collectives)
-        input_gradients.pass_back(minibatch)
-        return broadcast_results(minibatch, self.schedule, session.assembly.collectives)
+        return train_step(session, inputs, target, named, scaler)
 
     def run(self, loader: Iterable[tuple[Any, Any]]) -> StepResults:
         """Train on every mini-batch of `loader`, one after another with no barrier between them.
@@ -240,6 +233,13 @@ class Pipeline:
         assembly = self._session.assembly
         return clip_grad_norm(assembly.layout, assembly.collectives, max_norm)
 
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Divide the gradients of `step(…, scaler=scaler)` by the scale; all ranks call it.
+
+        If a gradient of any rank is not finite, `scaler.step(optimizer)` skips on all ranks.
+        """
+        unscale(self._session, scaler, optimizer)
+
     def trace(self) -> AbstractContextManager[Recorder]:
         """Record the last step of a `with` block; the recorder's `timeline` exists after it."""
         return self._session.recording()
@@ -293,7 +293,3 @@ class Pipeline:
 def session_of(pipe: Pipeline) -> Session:
     """Return what a pipeline runs on, for the packages that save, load and train it."""
     return pipe._session  # noqa: SLF001  private to users
-
-
-def _no_results() -> StepResults:
-    yield from ()

@@ -24,12 +24,13 @@ from stageline.runtime.batches.microbatches import first_microbatch, pair
 from stageline.runtime.devices import Device, accelerators_of, by_rank
 from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
 from stageline.runtime.engine.session import Session
+from stageline.runtime.engine.sharded_layers import check_not_recorded, check_sharded
 from stageline.runtime.exactness.batch_norm import MODES as BATCH_NORM
+from stageline.runtime.exactness.gradient_types import accumulation_type
 from stageline.runtime.exactness.shared_buffers import check_shared_norms
 from stageline.runtime.exactness.unregistered_weights import check_tensors
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
 from stageline.runtime.placement.checks import (
-    ACCUMULATE,
     BACKENDS,
     check_choice,
     check_optimizers,
@@ -104,6 +105,8 @@ def _layers(
 ) -> LayerSequence:
     if not is_recorded(model):
         return LayerSequence.of(model)
+    if isinstance(model, nn.Module):
+        check_not_recorded(model)
     part, others = first_microbatch((example_inputs, named), schedule.num_microbatches)
     return layers_of(model, part, others, options.opaque, schedule.num_stages)
 
@@ -154,13 +157,14 @@ def _checked_loss(model: AnyModel, loss_fn: LossFunction | None, options: Option
 
 def _check_choices(backend: str, options: Options) -> None:
     check_choice("batch_norm", options.batch_norm, BATCH_NORM)
-    check_choice("accumulate", options.accumulate, ACCUMULATE)
+    accumulation_type(options.accumulate)
     check_choice("backend", backend, BACKENDS)
 
 
 def _check_layers(layers: LayerSequence, stages: Sequence[range], schedule: Schedule) -> None:
     """Raise if a schedule cannot train these layers in these stages exactly."""
     check_shared_norms(layers, stages)
+    check_sharded(layers, schedule)
     if is_asynchronous(schedule):
         check_untied(schedule, layers, stages)
         check_tensors(layers, f"with {schedule.name!r} its versions have to be kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from stageline.cli.app import app
 from stageline.errors import ModelError
+from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 
 MODEL = """
 import torch
@@ -121,3 +123,23 @@ def test_the_module_may_be_given_as_a_file() -> None:
     for reference in ("users_model.py:build", "./users_model.py:build"):
         words = ["verify", reference, "gpipe", "--backend", "serial"]
         assert CliRunner().invoke(app, words).exit_code == 0
+
+
+def test_streams_are_checked_for_every_schedule() -> None:
+    call = ["verify", "users_model:build", "1f1b", "zbv", "--streams"]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    pattern = r"(1f1b|zbv) +bit-identical  streams: [\d,]+ accesses on 7 streams, all ordered"
+    assert all(re.fullmatch(pattern, line) for line in result.output.splitlines())
+    assert len(result.output.splitlines()) == 2
+
+
+def test_an_access_without_an_order_is_reported_with_both_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CheckedAccelerator, "wait_event", lambda *_: None)
+    result = CliRunner().invoke(app, ["verify", "users_model:build", "1f1b", "--streams"])
+    assert result.exit_code == 1
+    assert "1f1b               fails  rank 0 failed in layer" in result.output
+    assert "StreamOrderError: memory is read on" in result.output
+    assert "but nothing makes that wait until it was" in result.output

@@ -1,4 +1,4 @@
-"""Private names of torch exist in this release, and are used in one file only."""
+"""Private names of torch exist in this release, and are used in the files for them only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 import stageline
-from stageline import torch_private
+from stageline import torch_private, torch_private_training
 from stageline.torch_private import (
     PRIVATE_ATTRIBUTES,
-    PRIVATE_NAMES,
     is_compiled,
     mark_as_stepped,
     run_backward,
 )
 
 SOURCE = Path(stageline.__file__).parent
-FILE = SOURCE / "torch_private.py"
+FILES = sorted(SOURCE.glob("torch_private*.py"))
+PRIVATE_NAMES = (*torch_private.PRIVATE_NAMES, *torch_private_training.PRIVATE_NAMES)
 PRIVATE = {part for name in PRIVATE_NAMES for part in name.split(".") if part.startswith("_")}
 PRIVATE |= set(PRIVATE_ATTRIBUTES)
 
@@ -94,18 +94,19 @@ def test_a_private_name_in_code_is_found(code: str) -> None:
     assert list(private_uses(ast.parse(code)))
 
 
-def test_private_names_of_torch_are_used_in_one_file() -> None:
+def test_private_names_of_torch_are_used_in_files_for_them_only() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{line}: {name}"
         for path in sorted(SOURCE.rglob("*.py"))
-        if path != FILE
+        if path not in FILES
         for line, name in private_uses(ast.parse(path.read_text()))
     ]
     assert not found, "use a function of torch_private.py instead"
 
 
-def test_every_private_name_in_the_file_is_listed() -> None:
-    used = {name.rpartition(".")[2] for _, name in private_uses(ast.parse(FILE.read_text()))}
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_every_private_name_in_a_file_is_listed(file: Path) -> None:
+    used = {name.rpartition(".")[2] for _, name in private_uses(ast.parse(file.read_text()))}
     assert not used - PRIVATE
 
 

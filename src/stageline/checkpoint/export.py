@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.checkpoint import folder as folders
-from stageline.checkpoint.group import checkpoint_group, is_first_replica
+from stageline.checkpoint.group import checkpoint_group, is_written_here
 from stageline.checkpoint.pretrained.export_folder import (
     ExportFile,
     ExportTensor,
@@ -94,8 +94,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _own_pieces(pipe: Pipeline, tensors: Sequence[ExportTensor]) -> dict[str, Piece]:
-    own = {each.name: each.tensor for each in tensors if each.is_here}
-    return local_pieces(own if is_first_replica(pipe) else {})
+    here = (each for each in tensors if each.is_here)
+    return local_pieces({t.name: t.tensor for t in here if is_written_here(pipe, t.tensor)})
 
 
 def _create(path: Path, is_folder: bool, held: ExitStack) -> Path:

@@ -12,6 +12,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
+from torch import Tensor
+
 from stageline.errors import CheckpointError
 from stageline.pipeline import Pipeline, session_of
 from stageline.runtime.backends.backend import Collectives, Group
@@ -140,8 +142,11 @@ def has_rank(pipe: Pipeline, rank: int) -> bool:
     return session_of(pipe).assembly.collectives.has(rank)
 
 
-def is_first_replica(pipe: Pipeline) -> bool:
-    return session_of(pipe).assembly.collectives.replica == 0
+def is_written_here(pipe: Pipeline, tensor: Tensor) -> bool:
+    """Return whether this replica writes a tensor that it has: the first, or each its shard."""
+    assembly = session_of(pipe).assembly
+    shards = assembly.sharded.weights if assembly.sharded is not None else ()
+    return assembly.collectives.replica == 0 or tensor in shards
 
 
 def sum_over_replicas(pipe: Pipeline, count: float) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stageline.checkpoint.group import has_rank, is_first_replica
+from stageline.checkpoint.group import has_rank, is_written_here
 from stageline.checkpoint.json_values import to_json
 from stageline.checkpoint.record import GroupOptions, SchedulerState, common_scheduler_state
 from stageline.errors import CheckpointError
@@ -125,21 +125,24 @@ def set_counters(pipe: Pipeline, num_steps: int, seed: int) -> None:
 def collect_state(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> ProcessState:
     """Return what this process saves: tensors whose first layer it has, in the first replica.
 
-    Other processes may have the same tensors, such as the parts of a tensor-parallel group; `save`
-    selects one writer for each.
+    Of weights that are sharded over the replicas each of these saves its part. Other processes may
+    have the same tensors, such as the parts of a tensor-parallel group; `save` selects one writer
+    for each.
     """
     writers: dict[str, int] = {}
     names: dict[Tensor, str] = {}
     for each in model_tensors(pipe):
         writers.setdefault(each.name, each.rank)
         names[each.tensor] = each.name
-    is_writer = {
-        rank: is_first_replica(pipe) and has_rank(pipe, rank) for rank in {0, *writers.values()}
+    own = {
+        tensor: name
+        for tensor, name in names.items()
+        if has_rank(pipe, writers[name]) and is_written_here(pipe, tensor)
     }
-    own = {tensor: name for tensor, name in names.items() if is_writer[writers[name]]}
     tensors = {f"{MODEL}{name}": tensor for tensor, name in own.items()}
-    if is_writer[0]:
-        tensors[RANDOM] = torch.get_rng_state()
+    random = torch.get_rng_state()
+    if has_rank(pipe, 0) and is_written_here(pipe, random):
+        tensors[RANDOM] = random
     for optimizer in optimizers:
         check_parameters(optimizer, names)
     states = {own[p]: state for each in optimizers for p, state in each.state.items() if p in own}

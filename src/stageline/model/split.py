@@ -9,6 +9,7 @@ from typing import Any
 from stageline.errors import ModelError
 from stageline.model.flops import forward_flops
 from stageline.model.layers import LayerSequence
+from stageline.torch_private_training import is_sharded_module
 
 Cut = tuple[range, ...]  # the layer numbers of each stage
 
@@ -97,7 +98,9 @@ def _check_balance(balance: object, num_layers: int, num_stages: int) -> None:
 def layer_costs(layers: LayerSequence, sample: Mapping[str, Any] | None = None) -> list[float]:
     """Return FLOPs for the sample inputs, plus parameters, plus one so that each has a cost."""
     sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers.layers]
-    flops = forward_flops(layers, sample) if sample is not None else None
+    # sharded weights are gathered, by hooks, in every forward
+    may_run = not any(map(is_sharded_module, layers.modules.modules()))
+    flops = forward_flops(layers, sample) if sample is not None and may_run else None
     return [1.0 + a + b for a, b in zip(sizes, flops or [0] * len(sizes), strict=True)]
 
 

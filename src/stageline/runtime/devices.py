@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -69,6 +70,23 @@ def watching_caller(accelerators: Sequence[Accelerator | None]) -> AbstractConte
     checked = (each for each in accelerators if isinstance(each, CheckedAccelerator))
     first = next(checked, None)
     return first.rank_thread() if first else nullcontext()
+
+
+class StreamCheck(NamedTuple):
+    """How much simulated devices have checked so far."""
+
+    num_accesses: int
+    num_streams: int
+
+    def __str__(self) -> str:
+        return f"{self.num_accesses:,} accesses on {self.num_streams} streams, all ordered"
+
+
+def stream_check(accelerators: Sequence[Accelerator | None]) -> StreamCheck:
+    """Return how much has been checked; an access that nothing orders has raised."""
+    simulations = {a.simulation for a in accelerators if isinstance(a, CheckedAccelerator)}
+    streams = (stream for each in simulations for stream in each.streams if stream.num_queued)
+    return StreamCheck(sum(each.num_accesses for each in simulations), sum(1 for _ in streams))
 
 
 def current(device: torch.device | None) -> AbstractContextManager[object]:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from stageline.runtime.exactness.gradient_types import EXACT
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -25,6 +27,6 @@ class Settings:
     scheduler_fn: SchedulerFunction | None = None
     max_norm: float | None = None
     batch_norm: str = "minibatch"
-    accumulate: str = "exact"
+    accumulate: str | torch.dtype = EXACT
     embedding_rows: bool = True
     offload: bool = False

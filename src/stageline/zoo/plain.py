@@ -95,6 +95,7 @@ def untie(layers: LayerSequence) -> list[tuple[nn.Parameter, nn.Parameter]]:
             for name, weight in list(part.named_parameters(recurse=False)):
                 if first.setdefault(weight, number) != number:
                     double = doubles.setdefault((weight, number), nn.Parameter(weight.detach()))
+                    double.grad_dtype = weight.grad_dtype
                     setattr(part, name, double)
     return [(weight, double) for (weight, _), double in doubles.items()]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.accelerators.watched import Watched, batches, chain
+from tests.runtime.accelerators.watched import batches, chain, watched
 from torch import Tensor, nn
 
 import stageline
@@ -108,13 +108,13 @@ class ReadsItsInput(nn.Module):
 
 
 def test_a_layer_that_waits_is_the_users() -> None:
-    with Watched(nn.Sequential(*chain(), ReadsItsInput())) as pipe:
+    with watched(nn.Sequential(*chain(), ReadsItsInput())) as pipe:
         pipe.step(*batches()[0])
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_clipping_by_the_caller_waits_for_no_device(*, tied: bool) -> None:
-    with Watched(chain(tied=tied)) as pipe:
+    with watched(chain(tied=tied)) as pipe:
         pipe.step(*batches()[0])
         first = session_of(pipe).assembly.layout.accelerators[0]
         assert first is not None
@@ -142,7 +142,7 @@ def test_a_step_on_device_tensors_copies_nothing_through_the_host(
     monkeypatch: pytest.MonkeyPatch, schedule: str, *, tied: bool
 ) -> None:
     up, down = counted(monkeypatch, "upload"), counted(monkeypatch, "download")
-    with Watched(chain(tied=tied), schedule=schedule) as pipe:
+    with watched(chain(tied=tied), schedule=schedule) as pipe:
         pipe.step(*batches()[0])
         assert up == down == []
         pipe.eval()
@@ -153,7 +153,7 @@ def test_a_step_on_device_tensors_copies_nothing_through_the_host(
 def test_a_batch_in_host_memory_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = counted(monkeypatch, "upload"), counted(monkeypatch, "download")
     batch = batches()[0]  # made where nothing is watched
-    with Watched(chain()) as pipe:
+    with watched(chain()) as pipe:
         pipe.step(*batch)
     assert len(up) == 2 * 4  # inputs and target of each micro-batch
     assert down == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.accelerators.watched import Watched, batches, chain
+from tests.runtime.accelerators.watched import batches, chain, watched
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -83,7 +83,7 @@ def assert_same(train: Train, *, tied: bool = False, **options: Any) -> None:
     models = []
     for checks in (False, True):
         model = chain(tied=tied)
-        with Watched(model, checks=checks, **options) as pipe:
+        with watched(model, checks=checks, **options) as pipe:
             train(pipe, model)
         models.append(model)
     for plain, checked in zip(*(model.parameters() for model in models), strict=True):
@@ -115,7 +115,7 @@ def own_loss(pipe: sl.Pipeline, model: nn.Module) -> None:
     optimizer = adamw(model.parameters())
     for given, target in batches():
         inputs = (given * 2).requires_grad_()
-        mse_loss(pipe(inputs), target).backward()
+        torch.autograd.backward(mse_loss(pipe(inputs), target))
         assert inputs.grad is not None
         assert float(inputs.grad.norm()) > 0
         optimizer.step()
@@ -139,7 +139,8 @@ def inputs_in_a_graph(pipe: sl.Pipeline, model: nn.Module) -> None:  # noqa: ARG
 
 
 def hooked(pipe: sl.Pipeline, model: nn.Module) -> None:
-    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    first = next(model.parameters())
+    first.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     steps(pipe, model)
 
 
@@ -179,7 +180,7 @@ def test_a_weight_on_three_ranks_of_one_device_is_ordered() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_that_move_to_another_rank_are_ordered(*, tied: bool) -> None:
     model = chain(tied=tied)
-    with Watched(model, balance=[1, 5]) as pipe:
+    with watched(model, balance=[1, 5]) as pipe:
         moved(pipe, model)
 
 
@@ -227,7 +228,7 @@ class FailsOnce(nn.Module):
 
 def test_a_caller_may_go_on_after_a_rank_has_failed() -> None:
     model = nn.Sequential(*chain(), FailsOnce())
-    with Watched(model) as pipe:
+    with watched(model) as pipe:
         optimizer = adamw(model.parameters())
         with pytest.raises(StageError, match="once"):
             pipe.step(*batches()[0])

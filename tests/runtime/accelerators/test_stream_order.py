@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.accelerators.watched import Watched, batches, chain
+from tests.runtime.accelerators.watched import batches, chain, watched
 from torch import Tensor, nn
 
 import stageline as sl
@@ -34,7 +34,7 @@ def queued_on(pipe: sl.Pipeline) -> Counter[str]:
 
 
 def test_ranks_and_the_copies_between_them_have_streams_of_their_own() -> None:
-    with Watched(chain(), watches=False, num_ranks=3) as pipe:
+    with watched(chain(), watches=False, num_ranks=3) as pipe:
         pipe.step(*batches()[0])
         found = queued_on(pipe)
         streams = Counter(stream.name for stream in simulation_of(pipe).streams)
@@ -48,7 +48,7 @@ def test_ranks_and_the_copies_between_them_have_streams_of_their_own() -> None:
 
 
 def test_ranks_on_one_device_copy_nothing() -> None:
-    with Watched(chain(), watches=False, devices=["cpu", "cpu"]) as pipe:
+    with watched(chain(), watches=False, devices=["cpu", "cpu"]) as pipe:
         pipe.step(*batches()[0])
         assert set(queued_on(pipe)) == {
             "the caller's stream",
@@ -71,7 +71,7 @@ def test_offloaded_activations_travel_on_a_stream_of_their_own(
 
         monkeypatch.setattr(CheckedAccelerator, name, noting)
     # batches that the caller made on a device need no upload
-    with Watched(chain(), schedule="gpipe", options={"offload": True}) as pipe:
+    with watched(chain(), schedule="gpipe", options={"offload": True}) as pipe:
         pipe.step(*batches()[0])
     assert streams["download"] == {"offload of stage 0", "offload of stage 1"}
     assert streams["upload"] == streams["download"]
@@ -110,14 +110,14 @@ def test_a_message_is_kept_for_the_stream_of_its_receiver(devices: list[str] | N
     """Rank 0 sends its third message when rank 1 has let go of the first."""
     is_second = Event()
     model = nn.Sequential(Waits(2, is_second), Tells(is_second))
-    with Watched(model, devices=devices) as pipe:
+    with watched(model, devices=devices) as pipe:
         pipe.eval()
         assert pipe(batches()[0][0]).shape == (9, 6)
 
 
 def test_a_message_is_kept_until_it_has_been_copied() -> None:
     """Rank 1 lets go of its gradients as soon as they are sent."""
-    with Watched(chain(), schedule="gpipe") as pipe:
+    with watched(chain(), schedule="gpipe") as pipe:
         pipe.step(*batches()[0])
 
 
@@ -128,7 +128,7 @@ def test_results_of_a_stream_are_the_callers_while_ranks_go_on(read: str) -> Non
     last = Waits(0, opened)
     model = nn.Sequential(*chain(), last)
     options: dict[str, Any] = {"schedule": "pipedream", "num_microbatches": 1}
-    with Watched(model, optimizer_fn=lambda p: torch.optim.SGD(p, 0.01), **options) as pipe:
+    with watched(model, optimizer_fn=lambda p: torch.optim.SGD(p, 0.01), **options) as pipe:
         last.at_call = pipe.ahead
         results = pipe.run(batches(6))
         result = next(results)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,24 +28,14 @@ def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(9, 6), torch.randn(9, 6)) for _ in range(count)]
 
 
-class Watched:
-    """A pipeline on simulated devices, whose caller's thread is checked as well."""
-
-    def __init__(
-        self, model: Any, *, checks: bool = True, watches: bool = True, **options: Any
-    ) -> None:
-        options = {"num_ranks": 2, "num_microbatches": 4, **options}
-        fields = {"seed": 3, **options.pop("options", {})}
-        self.pipe = sl.Pipeline(
-            model, mse_loss, options=sl.Options(check_streams=checks, **fields), **options
-        )
-        accelerators = session_of(self.pipe).assembly.layout.accelerators
-        self.watch = watching_caller(accelerators) if watches else nullcontext()
-
-    def __enter__(self) -> sl.Pipeline:
-        self.watch.__enter__()
-        return self.pipe.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.pipe.__exit__(*error)
-        self.watch.__exit__(*error)
+@contextmanager
+def watched(
+    model: Any, *, checks: bool = True, watches: bool = True, **options: Any
+) -> Iterator[sl.Pipeline]:
+    """Open a pipeline on simulated devices, unless it `checks` nothing."""
+    options = {"num_ranks": 2, "num_microbatches": 4, **options}
+    fields = {"seed": 3, "check_streams": checks, **options.pop("options", {})}
+    with sl.Pipeline(model, mse_loss, options=sl.Options(**fields), **options) as pipe:
+        accelerators = session_of(pipe).assembly.layout.accelerators
+        with watching_caller(accelerators) if watches else nullcontext():
+            yield pipe

@@ -83,12 +83,11 @@ def profile(
     _check(profiled, repeats, ranks)
     all_sizes = profiled.microbatch_sizes(sizes)
     copies = [profiled._replace(layers=profiled.layers.copy()) for _ in range(ranks - 1)]
+    num_rounds = len(all_sizes) * (WARM_UP_ROUNDS + repeats)
     with (
         preserved_model(profiled.layers),
         preserved_generators(),
-        progress_bar(
-            len(all_sizes) * (WARM_UP_ROUNDS + repeats), "rounds", enabled=progress
-        ) as begin,
+        progress_bar(num_rounds, "rounds", enabled=progress) as begin,
     ):
         runners = [profiled.runner(size) for size in all_sizes]
         memory = [measure_activation_bytes(runner) for runner in runners]

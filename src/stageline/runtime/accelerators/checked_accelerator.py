@@ -35,12 +35,14 @@ class CheckedAccelerator:
     @contextmanager
     def rank_thread(self, action: Callable[[], object] | None = None) -> Iterator[None]:
         thread = self.simulation.thread
-        before, thread.action = thread.action, action
+        before = thread.action, thread.is_watched
+        watch = nullcontext() if thread.is_watched else WatchedOperators(self.simulation)
+        thread.action, thread.is_watched = action, True
         try:
-            with WatchedOperators(self.simulation), HostCopies() if action else nullcontext():
+            with watch, HostCopies() if action else nullcontext():
                 yield
         finally:
-            thread.action = before
+            thread.action, thread.is_watched = before
 
     def new_stream(self, purpose: str) -> SimulatedStream:
         return self.simulation.new_stream(purpose)

@@ -24,7 +24,7 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.streams: list[tuple[object, SimulatedStream]] = []  # with the device of each
         self.action: Callable[[], object] | None = None  # of a rank that is inside a step
-        self.is_paused = False
+        self.is_watched = self.is_paused = False
 
 
 class Queued(NamedTuple):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stageline.errors import BatchError, ModelError
 from stageline.model import trees
@@ -19,9 +21,13 @@ from stageline.runtime.stage.stage_values import Target
 
 
 def training_batch(
-    session: Session, inputs: Any, target: Any, named: Mapping[str, Any]
+    session: Session,
+    inputs: Any,
+    target: Any,
+    named: Mapping[str, Any],
+    scale: Tensor | None = None,
 ) -> MiniBatch:
-    """Return a mini-batch to train on."""
+    """Return a mini-batch to train on, with gradients that are multiplied by `scale`."""
     if torch.is_inference_mode_enabled():
         raise ModelError(
             "a step was asked for in torch.inference_mode(), where nothing has a gradient: leave "
@@ -34,7 +40,7 @@ def training_batch(
     weights = _weights(session, sizes, targets, minibatch.inputs)
     loss_fn = session.assembly.settings.loss_fn
     pairs = zip(targets, weights, strict=True)
-    minibatch.targets = [Target(loss_fn, part, weight) for part, weight in pairs]
+    minibatch.targets = [Target(loss_fn, part, weight, scale) for part, weight in pairs]
     return minibatch
 
 
@@ -79,7 +85,10 @@ def _minibatch(session: Session, given: dict[str, Any], sizes: list[int]) -> Min
 def _of_parts(session: Session, parts: Sequence[Mapping[str, Any]]) -> MiniBatch:
     assembly = session.assembly
     first = assembly.collectives.replica * assembly.layout.schedule.num_microbatches
-    return MiniBatch([*parts], session.seed, session.num_steps, first, ForwardContext.current())
+    context = ForwardContext.current()
+    if assembly.sharded is not None:  # or the weights that are gathered could not be trained after
+        context = replace(context, is_inference=False)
+    return MiniBatch([*parts], session.seed, session.num_steps, first, context)
 
 
 def _sizes(session: Session, *batches: Any) -> list[int]:

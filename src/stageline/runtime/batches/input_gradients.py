@@ -10,6 +10,7 @@ from stageline.model import trees
 from stageline.model.layers import INPUT, Value
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.engine.minibatch import MiniBatch
+from stageline.runtime.exactness.caller_context import outside_autocast
 from stageline.runtime.stage import autograd
 
 
@@ -27,7 +28,8 @@ def pass_back(minibatch: MiniBatch) -> None:
     found = [(t, g) for t, g in of_inputs(minibatch) if g is not None]
     if found:
         roots = [autograd.root(tensor, gradient) for tensor, gradient in found]
-        autograd.backward(roots, [gradient for _, gradient in found])
+        with outside_autocast():
+            autograd.backward(roots, [gradient for _, gradient in found])
 
 
 def _require_gradients(minibatch: MiniBatch) -> bool:

@@ -13,10 +13,9 @@ from torch import Tensor
 from stageline.arguments import RenamedAttribute
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.engine.minibatch import MiniBatch
+from stageline.runtime.exactness.gradient_types import FLOATING_TYPES
 from stageline.runtime.optimizers.stage_optimizers import Update
 from stageline.schedules.schedule import Schedule
-
-LOSS_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Loss(NamedTuple):
@@ -90,7 +89,7 @@ def broadcast_results(
     if collectives.is_first_part:
         first = collectives.replica * schedule.num_microbatches
         for i, loss in minibatch.losses.items():
-            kind = 1.0 + LOSS_TYPES.index(loss.dtype)
+            kind = 1.0 + FLOATING_TYPES.index(loss.dtype)
             _write(table[:, first + i], loss.reshape(()), minibatch.targets[i].weight, kind)
         if collectives.replica == 0 and collectives.is_first_sibling:
             for stage, update in minibatch.updates.items():
@@ -116,7 +115,7 @@ def _own_results(minibatch: MiniBatch) -> Results:
 def _read(table: Tensor, num_losses: int) -> Results:
     rows = table.t().tolist()
     losses = [
-        Loss(torch.tensor(loss, dtype=LOSS_TYPES[int(kind) - 1]), weight)
+        Loss(torch.tensor(loss, dtype=FLOATING_TYPES[int(kind) - 1]), weight)
         for loss, weight, kind in rows[:num_losses]
         if kind
     ]

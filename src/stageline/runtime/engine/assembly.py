@@ -9,6 +9,7 @@ from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.engine.handlers import HANDLERS
 from stageline.runtime.engine.loop import Loop
 from stageline.runtime.engine.replicas import Replicas
+from stageline.runtime.engine.sharded_layers import ShardedLayers, has_sharded_modules
 from stageline.runtime.exactness.shared_buffers import SharedBuffers
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.optimizers.clip_after_step import LateClipping
@@ -36,6 +37,7 @@ class Assembly:
     stages: tuple[Stage, ...]
     replicas: Replicas
     shared_buffers: SharedBuffers
+    sharded: ShardedLayers | None  # None: no weights are in shards on several replicas
     clips_late: bool  # gradients are clipped after a step that can be taken back, without barriers
 
     @cached_property
@@ -94,14 +96,16 @@ def assemble(
     optimizers: StageOptimizers | None,
 ) -> Assembly:
     """Make the stages of a layout whose layers are where they belong."""
+    sharded = ShardedLayers.of(layout, collectives)
     return Assembly(
         layout,
         settings,
         collectives,
         tied,
         tuple(_stages(layout, settings, tied)),
-        Replicas(collectives, layout),
+        Replicas(collectives, layout, sharded),
         SharedBuffers(layout.layers, layout.stages),
+        sharded,
         not tied.by_weight and _clips_late(layout, settings, collectives, optimizers),
     )
 
@@ -143,6 +147,7 @@ def _clips_late(
         return False
     modules = (m for layer in layout.layers for m in layer.module.modules())
     has_norms = any(isinstance(module, BatchNormBase) for module in modules)
-    is_repeatable = not (has_norms and settings.batch_norm == "microbatch")
+    keeps_state = has_norms and settings.batch_norm == "microbatch"
+    is_repeatable = not keeps_state and not has_sharded_modules(layout.layers)
     own = is_repeatable and optimizers.is_undoable
     return all(collectives.gather(own, "whether steps can be undone", Group.EVERYONE))

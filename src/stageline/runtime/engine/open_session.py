@@ -13,6 +13,8 @@ from stageline.runtime.backends.threads import ThreadsBackend
 from stageline.runtime.engine.assembly import assemble
 from stageline.runtime.engine.exchange_tied_gradients import broadcast_weights
 from stageline.runtime.engine.session import Session
+from stageline.runtime.engine.sharded_layers import check_types
+from stageline.runtime.exactness.gradient_types import accumulate_in, accumulation_type
 from stageline.runtime.exactness.tied_weights import TiedWeights
 from stageline.runtime.optimizers.stage_optimizers import StageOptimizers
 from stageline.runtime.placement.checks import is_asynchronous
@@ -71,6 +73,9 @@ def open_session(
     places = layout.device_of_layer
     blanks = materialise(layers, places, places.__getitem__, seed, init_fn)
     move_to_devices(layers, places)
+    if (dtype := accumulation_type(settings.accumulate)) is not None:
+        check_types(layers, dtype)
+        accumulate_in(layers.modules.parameters(), dtype)
     tied = TiedWeights.of(layers, layout.accelerator_of_layer)
     broadcast_weights(tied, layout, collectives)
     _broadcast_to_siblings(layout, collectives)

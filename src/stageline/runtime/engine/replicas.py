@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.exactness.batch_norm import NormMoments
+from stageline.runtime.exactness.gradient_types import gradient_type
 from stageline.runtime.placement.layout import Layout
+
+if TYPE_CHECKING:
+    from stageline.runtime.engine.sharded_layers import ShardedLayers
 
 BUCKET = 25 * 2**20  # bytes that are summed at once
 TIED = -1  # in the place of a stage: the weights that several layers use
@@ -21,8 +26,10 @@ TIED = -1  # in the place of a stage: the weights that several layers use
 class Replicas:
     """The other replicas. State: gradients of earlier steps, and sums under way, by stage."""
 
-    def __init__(self, collectives: Collectives, layout: Layout) -> None:
-        self.collectives, self.layout = collectives, layout
+    def __init__(
+        self, collectives: Collectives, layout: Layout, sharded: ShardedLayers | None = None
+    ) -> None:
+        self.collectives, self.layout, self.sharded = collectives, layout, sharded
         self.is_isolated = False
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[int, list[Callable[[], None]]] = {}
@@ -61,10 +68,14 @@ class Replicas:
 
     def start(self, stage: int) -> None:
         """Start to sum a stage's gradients; those of tied weights are not complete yet."""
+        if self.sharded is not None:
+            self.sharded.reduce(stage)
         if self._are_several or self._are_siblings:
             parameters = self.layout.stage_parameters(stage)
             tied = {} if self.layout.schedule.is_stream else self.layout.tied
-            self._start(stage, [p for p in parameters if p.requires_grad and p not in tied])
+            done = self.sharded.weights if self.sharded is not None else ()
+            own = [p for p in parameters if p.requires_grad and p not in tied and p not in done]
+            self._start(stage, own)
 
     def start_tied(self) -> None:
         """Start to sum the gradients of the tied weights of this process."""
@@ -135,22 +146,23 @@ def _added(gathered: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters of one type each into buckets not much larger than `BUCKET`."""
+    """Group parameters whose gradients have one type into buckets not much above `BUCKET`."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        if not buckets or size > BUCKET or parameter.dtype != buckets[-1][0].dtype:
+        dtype = gradient_type(parameter)
+        if not buckets or size > BUCKET or dtype != gradient_type(buckets[-1][0]):
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += parameter.numel() * dtype.itemsize
     return buckets
 
 
 def _parts(bucket: list[nn.Parameter]) -> list[Tensor]:
     """Return the numbers of all gradients."""
     return [
-        torch.zeros(local(p).numel(), dtype=p.dtype, device=p.device)
+        torch.zeros(local(p).numel(), dtype=gradient_type(p), device=p.device)
         if p.grad is None
         else local(p.grad).reshape(-1)
         for p in bucket
@@ -166,7 +178,7 @@ def _unflatten(gradients: Tensor, there: list[float], bucket: list[nn.Parameter]
     for parameter, part, is_there in zip(bucket, parts, there, strict=True):
         if is_there:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
             local(parameter.grad).copy_(part.view(local(parameter).shape))
 
 

@@ -21,6 +21,7 @@ from stageline.errors import ModelError, StageError
 from stageline.model.device_settings import generators_in_use, states
 from stageline.runtime.accelerators.device_clock import DeviceClock
 from stageline.runtime.backends.backend import Backend, Running
+from stageline.runtime.backends.outside_autocast import RunningOutsideAutocast
 from stageline.runtime.backends.processes.agreement import check_agreement
 from stageline.runtime.engine.assembly import Assembly
 from stageline.runtime.engine.loop import Loop
@@ -61,6 +62,7 @@ class Session:
         self.checkpoints: Closeable | None = None  # what saves them, once something does
         self.has_agreed = False  # with other processes, that all are about to do the same
         self.has_warned = False  # of generators that all stages share
+        self.has_scaled_gradients = False  # since the last `unscale_`
 
     @property
     def ahead(self) -> int:
@@ -105,7 +107,7 @@ class Session:
         self, loop: Loop, stream: Stream, minibatches: Iterator[MiniBatch], ahead: int
     ) -> MiniBatches:
         with self._opened(loop, stream):
-            running = self.backend.start(loop, stream)
+            running = RunningOutsideAutocast(self.backend.start(loop, stream))
             fed = self._prepared(minibatches, stream)
             yield from finished(running, stream, fed, ahead, self._check_options)
 
@@ -115,6 +117,8 @@ class Session:
             self._agree(minibatch)
             if not stream.length or self.assembly.needs_barriers:
                 self.assembly.tied.refresh()
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.check_length(len(minibatch.inputs))
             if not stream.is_open and len(minibatch.inputs) > 1 and stream.purpose.trains:
                 self._watch_weights()
             yield minibatch
@@ -152,6 +156,8 @@ class Session:
                 stage.statistics.clear()
             for draws, trusted in zip(watched, trusts, strict=True):
                 draws.trusts = trusted
+            if self.assembly.sharded is not None:
+                self.assembly.sharded.end()
             if stream.is_open:
                 self._clear_gradients()
             self._record(loop, stream)
@@ -165,6 +171,8 @@ class Session:
             )
 
     def _begin(self, loop: Loop, stream: Stream) -> None:
+        if self.assembly.sharded is not None:
+            self.assembly.sharded.begin()
         if stream.purpose.trains:
             self.assembly.replicas.set_gradients_aside()
         if stream.optimizers is not None:

@@ -11,7 +11,7 @@ A `threading.local` of a layer cannot be carried over: use a context variable in
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -58,8 +58,9 @@ class ForwardContext:
 
     def enter(self, stack: ExitStack, *, grad: bool) -> None:
         """Enter the context in any thread, with or without recording a graph."""
-        if self.is_inference and not grad and not torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode())
+        is_inference = self.is_inference and not grad
+        if torch.is_inference_mode_enabled() != is_inference:
+            stack.enter_context(torch.inference_mode(is_inference))
         if torch.is_grad_enabled() != grad:
             stack.enter_context(torch.set_grad_enabled(grad))
         if grad and self.hooks is not None and saved_tensor_hooks() != self.hooks:
@@ -70,6 +71,21 @@ class ForwardContext:
         for kind in device_types():
             if torch.is_autocast_enabled(kind) and kind not in dict(self.autocast):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+
+
+def outside_autocast() -> AbstractContextManager[object]:
+    """Return a context without the caller's autocast, for backwards, which torch wants outside.
+
+    A forward enters it again. In it, backwards of layers that disable autocast themselves would
+    compute in the lower type.
+    """
+    kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @dataclass(frozen=True)

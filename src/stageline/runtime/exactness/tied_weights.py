@@ -26,6 +26,7 @@ from stageline.model.layers import LayerSequence
 from stageline.model.named_places import named_places
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.carry import carried
+from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.runtime.exactness.weight_aliases import make_alias, plain_data
 from stageline.runtime.stage import autograd
 from stageline.torch_private import has_gradient_hooks
@@ -92,6 +93,7 @@ class TiedWeights:
             for _, alias in aliases:
                 alias.data, alias.grad = carried(weight.data, *self.ends[alias]), None
                 alias.requires_grad_(weight.requires_grad)
+                adopt_gradient_type(alias, weight)
 
     def weights(self, layers: LayerSequence) -> Iterator[Tensor]:
         """Yield the weights that layers compute with, aliases included."""

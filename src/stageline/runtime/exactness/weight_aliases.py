@@ -1,7 +1,7 @@
 """Aliases that take the place of a weight in a layer, and the hooks on the weight itself.
 
 An alias has its own memory and gradient, or those of a weight version. Everything else is the
-weight's: its class, its attributes and its hooks.
+weight's: its class, its attributes, its hooks and the type of its gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ModelError
+from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.torch_private import (
     gradient_hooks,
     make_subclass,
@@ -31,6 +32,7 @@ def make_alias(weight: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn
         alias = nn.Parameter(data, requires_grad=requires_grad)
     if not hasattr(kind, "__tensor_flatten__"):  # or its attributes are its memory
         alias.__dict__ = weight.__dict__
+    adopt_gradient_type(alias, weight)
     return alias
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stageline.runtime.backends.backend import Collectives, Group
 from stageline.runtime.engine.replicas import local
+from stageline.runtime.exactness.gradient_types import FLOATING_TYPES
 from stageline.runtime.placement.layout import Layout
 
 Norms = dict[int, Tensor]  # of gradients, by the number of the parameter in the model
@@ -19,7 +20,8 @@ def clip_grad_norm(layout: Layout, collectives: Collectives, max_norm: float) ->
     """Scale the gradients of all ranks to a global norm; return the norm that they had."""
     own = gradient_norms(layout.counted_on(layout.ranks_here))
     if collectives.size(Group.PIPELINE) == 1:  # all are here, maybe on several devices
-        norms = [norm.to(next(iter(own.values()))) for norm in own.values()]
+        device = next((norm.device for norm in own.values()), None)
+        norms = [norm.to(device) for norm in own.values()]
     else:
         arrive = exchange_norms(own, len(layout.parameter_numbers), collectives)
         norms = list(arrive().values())
@@ -43,33 +45,31 @@ def exchange_norms(
 ) -> Callable[[], Norms]:
     """Start to exchange norms with all ranks; call the result for those of all.
 
-    They are sums over ranks: each norm is that of one rank plus zeros, so exact. From devices, what
-    is there is summed in host memory, which waits for no device.
+    They are sums over ranks: each norm is that of one rank plus zeros, so exact. So is its type:
+    ranks may have weights of different types. From devices, types are summed in host memory, which
+    waits for no device.
     """
-    kind = next((norm.dtype for norm in own.values()), torch.get_default_dtype())
-    norms, there = (
-        torch.zeros(count, dtype=torch.float64, device=collectives.device),
-        np.zeros(count),
-    )
+    norms = torch.zeros(count, dtype=torch.float64, device=collectives.device)
+    types = np.zeros(count)  # 0: that parameter has no gradient
     for number, norm in own.items():
-        norms[number], there[number] = norm, 1.0
+        norms[number], types[number] = norm, 1.0 + FLOATING_TYPES.index(norm.dtype)
     if collectives.device is None:
-        table = torch.stack([norms, torch.from_numpy(there)])
+        table = torch.stack([norms, torch.from_numpy(types)])
         arrive = collectives.all_reduce(table, "norms", Group.PIPELINE)
-        return lambda: _there(arrive()[0], table[1].tolist(), kind)
+        return lambda: _in_their_types(arrive()[0], table[1].tolist())
     arrive = collectives.all_reduce(norms, "norms", Group.PIPELINE)
-    arrive_there = collectives.all_reduce(torch.from_numpy(there), "norms", Group.PIPELINE)
+    arrive_types = collectives.all_reduce(torch.from_numpy(types), "norms", Group.PIPELINE)
 
     def arrived() -> Norms:
-        arrive_there()
-        return _there(arrive(), there.tolist(), kind)
+        arrive_types()
+        return _in_their_types(arrive(), types.tolist())
 
     return arrived
 
 
-def _there(norms: Tensor, there: Sequence[float], kind: torch.dtype) -> Norms:
-    pairs = enumerate(zip(norms, there, strict=True))
-    return {number: norm.to(kind) for number, (norm, is_there) in pairs if is_there}
+def _in_their_types(norms: Tensor, types: Sequence[float]) -> Norms:
+    pairs = enumerate(zip(norms, types, strict=True))
+    return {n: norm.to(FLOATING_TYPES[int(kind) - 1]) for n, (norm, kind) in pairs if kind}
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stageline.errors import ModelError
 from stageline.runtime.accelerators.host_waits import HostRead, read_on_host
+from stageline.runtime.exactness.gradient_types import gradient_type, with_another_gradient_type
+from stageline.runtime.optimizers.clipping import gradient_norm, total_norm
 from stageline.runtime.optimizers.undo import check_undoable
 from stageline.runtime.placement.layout import Layout
 from stageline.torch_private import mark_as_stepped
@@ -207,8 +209,7 @@ class StageOptimizers:
         self.prepare(stage)
         own = self.own[stage]
         parameters = own.parameters if own is not None else []
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = get_total_norm(gradients) if gradients else torch.tensor(0.0)
+        norm = _gradient_norm(parameters)
         decisive = norm if total is None else total
         is_finite = math.isfinite(read_on_host(decisive, HostRead.FINITE_GRADIENTS))
         if own is None:
@@ -234,6 +235,11 @@ class StageOptimizers:
         self.at_work.add(step)
         try:
             yield
+        except RuntimeError as error:
+            weights = (p for group in optimizer.param_groups for p in group["params"])
+            if (weight := with_another_gradient_type(weights)) is not None:
+                raise _cannot_step(optimizer, weight, error) from error
+            raise
         finally:
             self.at_work.discard(step)
 
@@ -259,6 +265,24 @@ class StageOptimizers:
                 )
 
         return register_optimizer_step_pre_hook(refuse).remove
+
+
+def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(hasattr(gradient, "full_tensor") for gradient in gradients):  # torch takes no mixture
+        return total_norm([gradient_norm(gradient) for gradient in gradients])
+    whole: Tensor = get_total_norm(gradients) if gradients else torch.tensor(0.0)
+    return whole
+
+
+def _cannot_step(optimizer: Optimizer, weight: Tensor, error: RuntimeError) -> ModelError:
+    """Return the error of an optimizer whose states have the type of the weights, as Adam's."""
+    types = [str(dtype).removeprefix("torch.") for dtype in (weight.dtype, gradient_type(weight))]
+    return ModelError(
+        f"{type(optimizer).__name__} could not step weights of {types[0]} whose gradients are "
+        f"{types[1]} ({error}): use float32 weights within torch.autocast, or an optimizer that "
+        "keeps float32 copies of the weights"
+    )
 
 
 def _distance(parameters: list[nn.Parameter], before: list[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """The plain loop that `pipe.verify` compares a pipeline with, and the comparison.
 
 The loop runs one micro-batch after another. It follows the same rules for randomness, BatchNorm and
-tied weights, and shares nothing else with the pipeline: no stages, no messages, no split backward,
-no recomputation.
+tied weights, and the weights are the same, so that they say in which type gradients are added. It
+shares nothing else with the pipeline: no stages, no messages, no split backward, no recomputation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.model.uncut import Uncut
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.exactness.batch_norm import RunningStatistics
+from stageline.runtime.exactness.caller_context import outside_autocast
+from stageline.runtime.exactness.gradient_types import EXACT, FUSED
 from stageline.runtime.exactness.inner_gradients import InnerGradients
 from stageline.runtime.exactness.layer_state import LayerState
 from stageline.runtime.exactness.randomness.layer_randomness import LayerRandomness
@@ -42,7 +44,7 @@ def plain_step(
     layers: LayerSequence,
     step: MiniBatch,
     batch_norm: str,
-    accumulate: str = "exact",
+    accumulate: str | torch.dtype = EXACT,
     is_intercepted: Callable[[int], bool] = lambda _: True,
     outside: dict[Tensor, Tensor | None] | None = None,
     calls: Sequence[Mapping[str, Any]] = (),
@@ -61,7 +63,7 @@ def plain_step(
     inputs = (tensor for part in step.inputs for tensor in trees.tensors(part))
     own = {id(tensor) for tensor in (*tied.weights(layers), *map(view_base, inputs))}
     for microbatch, target in enumerate(step.targets):
-        is_fused = accumulate == "fused"
+        is_fused = accumulate == FUSED
         interceptor = WeightCallInterceptor(InnerGradients.fixed(direct)) if is_fused else None
         with ExitStack() as stack:
             step.ambient.enter(stack, grad=True)
@@ -72,7 +74,7 @@ def plain_step(
         for leaf in autograd.leaves([loss]):
             if id(leaf) not in own and leaf not in outside:
                 outside[leaf], leaf.grad = leaf.grad, None
-        with _error_context("the backward", microbatch):
+        with _error_context("the backward", microbatch), outside_autocast():
             loss.backward(torch.full_like(loss, target.weight))  # type: ignore[no-untyped-call]
         if interceptor:
             add_weight_gradients(interceptor.calls, fused=True)

@@ -13,6 +13,7 @@ from stageline.model.inputs import batch_inputs
 from stageline.runtime.backends.backend import Collectives
 from stageline.runtime.batches import microbatches
 from stageline.runtime.batches.cut_batch import training_batch
+from stageline.runtime.devices import watching_caller
 from stageline.runtime.engine.minibatch import MiniBatch, Purpose
 from stageline.runtime.engine.session import Session
 from stageline.runtime.parity.plain_loop import (
@@ -41,6 +42,11 @@ def verify(session: Session, inputs: Any, target: Any, named: Mapping[str, Any])
         raise ModelError(
             "a part of the model is on the meta device, but verify needs the whole of it here: "
             "build it on the CPU, with fewer or smaller layers, and verify before a replan"
+        )
+    if assembly.sharded is not None:
+        raise ModelError(
+            "weights are sharded by fully_shard, but verify needs the whole model here: verify a "
+            "pipeline of the same model before fully_shard is called"
         )
     broadcast_state(assembly.layout, collectives)
     with assembly.replicas.isolated():
@@ -73,7 +79,11 @@ def _difference(session: Session, inputs: Any, target: Any, named: Mapping[str, 
             calls = _calls(session, given[0], given[2], expected)
             plain_step(layout.layers, expected, *modes, is_intercepted, outside, calls)
             wanted = StepOutcome.of(layout.layers, expected, outside)
-        with preserved_model(layout.layers, settings.loss_fn), without_gradients(outside):
+        with (
+            preserved_model(layout.layers, settings.loss_fn),
+            without_gradients(outside),
+            watching_caller(layout.accelerators),
+        ):
             minibatch = training_batch(session, inputs, target, named)
             session.run(minibatch, Purpose.TRAIN)
             found = StepOutcome.of(layout.layers, minibatch, outside)

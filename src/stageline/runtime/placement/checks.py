@@ -19,7 +19,6 @@ from stageline.schedules.program.stream import find_period
 from stageline.schedules.schedule import Schedule
 
 RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
-ACCUMULATE = ("exact", "fused")  # weight gradients: added as autograd does, or in the product
 BACKENDS = ("threads", "serial", "processes")
 
 

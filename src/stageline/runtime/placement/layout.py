@@ -114,8 +114,13 @@ class Layout:
         """
         self._check_state(state_dict, strict=strict)
         for layer in self.layers_here:
-            names = {layer.full_name(name): name for name in layer.module.state_dict()}
-            own = {names[n]: tensor for n, tensor in state_dict.items() if n in names}
+            targets = layer.module.state_dict()
+            names = {layer.full_name(name): name for name in targets}
+            own = {
+                names[n]: _in_parts_of(targets[names[n]], tensor)
+                for n, tensor in state_dict.items()
+                if n in names
+            }
             layer.module.load_state_dict(own, strict=strict)
 
     def _check_state(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
@@ -175,3 +180,14 @@ class Layout:
         """
         first, others = self.first_rank_of, self.ranks_here - {rank}
         return {p for p in self.tied if first[p] not in others}
+
+
+def _in_parts_of(target: Any, source: Any) -> Any:
+    """Return a whole tensor in the parts that processes have of the one that it is copied to."""
+    is_whole = isinstance(source, torch.Tensor) and not hasattr(source, "device_mesh")
+    if not is_whole or not hasattr(target, "device_mesh"):
+        return source
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  its import takes 0.2 s
+
+    # without a source rank nothing is sent: every process has all of it
+    return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)

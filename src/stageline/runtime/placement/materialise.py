@@ -21,12 +21,14 @@ from stageline.errors import ModelError
 from stageline.model import trees
 from stageline.model.device_settings import preserved_generators, seed_generators
 from stageline.model.layers import Layer, LayerSequence
+from stageline.runtime.exactness.gradient_types import adopt_gradient_type
 from stageline.runtime.exactness.randomness.seeded_draws import layer_seed
 from stageline.runtime.placement.rebuild_buffers import (
     initialize_module,
     initializing_models,
     rebuild_buffers,
 )
+from stageline.runtime.placement.whole_weights import whole_weights
 from stageline.torch_private import (
     MODULE_TABLES,
     buffer_table,
@@ -34,6 +36,7 @@ from stageline.torch_private import (
     parameter_table,
     version_of,
 )
+from stageline.torch_private_training import is_sharding_state
 
 Init = Callable[[Layer], object]
 
@@ -89,10 +92,11 @@ def materialise(
     for layer in new_layers:
         with preserved_generators():
             seed_generators(layer_seed(seed, 0, 0, layer.name))
-            if init is not None:
-                init(layer)
-            else:
-                _reset(layer, models)
+            with whole_weights(layer.module, _mark):
+                if init is not None:
+                    init(layer)
+                else:
+                    _reset(layer, models)
     blanks = [each for each in allocated if not each.is_initialized]
     rebuild_buffers(blanks, models, seed)
     return [each for each in blanks if not each.is_initialized]
@@ -114,6 +118,8 @@ def check_initialized(
         layer = layers.layers[number]
         for name, module in layer.module.named_modules():
             for attribute, value in vars(module).items():
+                if is_sharding_state(module, value):
+                    continue  # it looks for the new weights when it first runs
                 if attribute not in MODULE_TABLES and _is_on_meta(value):
                     raise ModelError(
                         f"{layer.full_name(name, attribute)!r} is on the meta device and is "
@@ -143,8 +149,11 @@ def _reset(layer: Layer, models: Mapping[nn.Module, Any]) -> None:
 
 def parameter_or_buffer(tensor: Tensor, empty: Tensor) -> Tensor:
     """Return `empty` as a parameter if `tensor` is one, or else as it is."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    made = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    adopt_gradient_type(made, tensor)
+    return made
 
 
 def replace(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:

@@ -83,7 +83,7 @@ class ForwardPass:
         self.loss_fn = args.target.loss_fn if args.target else None
         self.keeps_graph = grad and (again or not args.recompute)
         inner = stage.inner_gradients
-        observes = grad and not stage.is_compiled and inner.observes(args.step, self.loss_fn)
+        observes = grad and not stage.is_opaque and inner.observes(args.step, self.loss_fn)
         self.interceptor = self._interceptor(observes=observes)
         self.needs_saved_tensors = observes or inner.differentiates  # maybe within the forward
         memory = stage.host_memory if args.offload else None
@@ -121,7 +121,7 @@ class ForwardPass:
         """Return what sees the functions of the forward, if they are of interest."""
         stage = self.stage
         is_wanted = self.args.in_halves or stage.is_fused
-        intercepts = self.keeps_graph and not stage.is_compiled and is_wanted
+        intercepts = self.keeps_graph and not stage.is_opaque and is_wanted
         if not (intercepts or observes):
             return None
         inner = stage.inner_gradients
@@ -192,7 +192,7 @@ class ForwardPass:
             return []
         own = [layer.aliases for layer in stage.stage_layers if layer.aliases]
         weights = inner.weights(versions.values() if versions else own)
-        if inner.collects and not stage.is_compiled:
+        if inner.collects and not stage.is_opaque:
             return stack.enter_context(collected_gradients(weights))
         self.refused = RefusedGradients(weights)
         return []
@@ -255,7 +255,7 @@ class ForwardPass:
             reads=self.reads,
             writes=writes,
             loss=loss,
-            weight=args.target.weight if args.target else 0.0,
+            target=args.target,
             marks=stage.in_place.mark_outputs(sent, inputs),
             calls=self.interceptor.calls if self.interceptor else [],
             offloaded=self.offloaded,

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from stageline.model.function_interceptor import FunctionInterceptor
+from stageline.runtime.exactness.gradient_types import gradient_type
 from stageline.runtime.exactness.inner_gradients import (
     DIFFERENTIATING,
     InnerGradients,
@@ -77,11 +78,12 @@ def _accumulate_in_product(call: WeightCall) -> bool:
         return False
     x, weight, *bias = call.linear
     gradient = known[0][1]
-    others = (x, gradient, weight.grad) if weight.grad is not None else (x, gradient)
-    if not all(_is_parameter_without_hooks(item) for item in (weight, *bias) if item is not None):
+    parameters = [item for item in (weight, *bias) if item is not None]
+    if not all(map(_is_parameter_without_hooks, parameters)):
         return False
-    if any(tensor.dtype != weight.dtype for tensor in others):
-        return False  # autocast: the product has another type than the sum
+    types = [x.dtype, gradient.dtype, *map(gradient_type, parameters)]
+    if any(dtype != weight.dtype for dtype in types):
+        return False  # autocast, or another `grad_dtype`: the product has another type than the sum
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.detach().reshape(-1, x.shape[-1])
     if weight.requires_grad:
         if weight.grad is None:

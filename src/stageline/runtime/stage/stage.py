@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.model import trees
 from stageline.model.layers import INPUT, LayerSequence, Value
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.exactness.batch_norm import RunningStatistics
+from stageline.runtime.exactness.gradient_types import EXACT, FUSED
 from stageline.runtime.exactness.in_place import InPlaceChanges
 from stageline.runtime.exactness.inner_gradients import InnerGradients, add_forward_gradients
 from stageline.runtime.exactness.layer_state import LayerState, restored
@@ -37,6 +38,7 @@ from stageline.runtime.stage.stage_values import (
 )
 from stageline.runtime.stage.weight_calls import WeightCall
 from stageline.torch_private import is_compiled, storage_identity
+from stageline.torch_private_training import is_sharded_module
 
 NO_CONTEXT = nullcontext()
 
@@ -54,7 +56,7 @@ class Stage:
         sent: Iterable[Value],
         tied: TiedWeights,
         batch_norm: str,
-        accumulate: str = "exact",
+        accumulate: str | torch.dtype = EXACT,
         device: torch.device | None = None,
         accelerator: Accelerator | None = None,
         host_memory: Offloader | None = None,
@@ -70,9 +72,9 @@ class Stage:
         self.reads = reads_of(layers, numbers)
         self.stage_layers = layers_of_stage(layers, numbers, tied, {*self.sent, layers.output})
         modules = {layer.number: layer.module for layer in self.stage_layers}
-        self.is_fused = accumulate == "fused"
-        self.is_compiled = any(map(is_compiled, modules.values()))  # cannot be intercepted
-        self.tables = LargeTables(modules if embedding_rows and not self.is_compiled else {})
+        self.is_fused = accumulate == FUSED
+        self.is_opaque = any(map(_hides_its_weights, modules.values()))
+        self.tables = LargeTables(modules if embedding_rows and not self.is_opaque else {})
         names = [layer.name for layer in self.stage_layers]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.statistics = RunningStatistics.of(modules.values(), batch_norm)
@@ -189,8 +191,8 @@ class Stage:
                     roots.append(graph.inputs.edges[position + number])
                     seeds.append(seed)
             position += len(tensors)
-        if graph.loss is not None:
-            seeds.append(torch.full_like(graph.loss, graph.weight))
+        if graph.loss is not None and graph.target is not None:
+            seeds.append(graph.target.loss_gradient(graph.loss))
             roots.append(autograd.root(graph.loss, seeds[-1]))
         return roots, seeds
 
@@ -204,7 +206,7 @@ class Stage:
 
     def is_intercepted(self, layer: int, step: int) -> bool:
         """Return whether gradients of a layer's weights may be deferred or fused in a step."""
-        return not self.is_compiled and self.inner_gradients.is_intercepted(layer, step)
+        return not self.is_opaque and self.inner_gradients.is_intercepted(layer, step)
 
     def keep_versions(self, depth: int) -> None:
         """Keep versions of the weights from now on.
@@ -233,5 +235,14 @@ class Stage:
         self, calls: list[WeightCall], *, in_halves: bool
     ) -> AbstractContextManager[HookGradients | None]:
         """Observe hooks that take gradients during the backward, where calls are intercepted."""
-        may_intercept = (in_halves or self.is_fused) and not self.is_compiled
+        may_intercept = (in_halves or self.is_fused) and not self.is_opaque
         return HookGradients(self.inner_gradients, calls) if may_intercept else NO_CONTEXT
+
+
+def _hides_its_weights(module: nn.Module) -> bool:
+    """Return whether functions cannot be intercepted.
+
+    Those of compiled modules are not called, and those of sharded ones get weights that are
+    released at the end of the backward that brings gradients to inputs.
+    """
+    return is_compiled(module) or any(map(is_sharded_module, module.modules()))

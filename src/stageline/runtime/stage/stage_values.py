@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from stageline.errors import ModelError
@@ -27,11 +28,15 @@ Gradients = dict[Value, list[Tensor | None]]  # of each value, those of its tens
 
 @dataclass(frozen=True)
 class Target:
-    """The loss function, the target of one micro-batch, and the micro-batch's weight."""
+    """The loss function, the target of one micro-batch, and the micro-batch's weight.
+
+    `scale`: what all gradients are multiplied by in addition, but not the loss.
+    """
 
     loss_fn: Callable[[Any, Any], Tensor]
     target: Any
     weight: float
+    scale: Tensor | None = None
 
     def loss(self, output: Any, accelerator: Accelerator | None = None) -> Tensor:
         """Return the loss of an output; raise ModelError if it is not one number."""
@@ -44,6 +49,17 @@ class Target:
                 "their sum if there is a count_fn"
             )
         return loss
+
+    def loss_gradient(self, loss: Tensor) -> Tensor:
+        """Return the gradient of a loss that its backward starts with.
+
+        With a scale it has the bits that `(loss * scale).backward(weight)` has.
+        """
+        if self.scale is None:
+            return torch.full_like(loss, self.weight)
+        scale = self.scale.to(loss.device, non_blocking=True)
+        of_product = torch.full_like(loss, self.weight, dtype=torch.result_type(loss, scale))
+        return (of_product * scale).to(loss.dtype)
 
 
 @runs_user_code
@@ -93,7 +109,7 @@ class StageGraph(NamedTuple):
     reads: dict[Value, list[Tensor]]  # the tensors that entered, kept as long as the graph
     writes: dict[Value, Any]  # values that later stages read
     loss: Tensor | None
-    weight: float  # of the loss
+    target: Target | None  # that the loss was computed with
     marks: Marks  # of what is written
     calls: list[WeightCall]  # that use weights, if they were intercepted
     offloaded: OffloadedTensors | None

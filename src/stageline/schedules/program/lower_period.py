@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from stageline.schedules.action import Action, Kind
+from stageline.schedules.check import check
 from stageline.schedules.edges import Edge
 from stageline.schedules.program.lower import lower
 from stageline.schedules.program.program import NO_EPILOGUE, Epilogue, Program
@@ -28,6 +29,7 @@ def lower_period(
     period = find_period(schedule)
     middle = period.lag + 1
     program = lower(unroll(period, 2 * period.lag + 3), edges, epilogue)
+    check(program)  # ranks that meet before their steps may deadlock in a stream that is legal
     entries = {entry.action: entry for row in period.rows for entry in row}
     size = period.num_microbatches
     rows = (tuple(_segment(row, middle, entries, size)) for row in program.actions)

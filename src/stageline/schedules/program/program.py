@@ -51,8 +51,9 @@ class Program:
     """The ordered actions of every rank, which the simulator and the runtime both execute.
 
     A send is asynchronous. A receive is posted and does not block: the action that needs the
-    message waits for it. Messages between two ranks are received in the order in which they are
-    sent. A reduction starts at its position and overlaps with the following actions. Its optimizer
+    message waits for it. All messages from one rank to another are received in the order in which
+    they are sent, whatever their kinds and stages; those in the other direction are independent of
+    them. A reduction starts at its position and overlaps with the following actions. Its optimizer
     step waits for it, and for the reductions of the stage's other replicas.
     """
 
@@ -93,8 +94,8 @@ class ProgramTasks(NamedTuple):
     """A program as numbered tasks on lanes, the input of `run_lanes`.
 
     The first lanes are the ranks, with one task for each of their actions. Then follow one lane
-    for each pair of ranks, which carries their messages in order, and one for each rank's
-    reductions.
+    for each direction between two ranks, which carries its messages in order, and one for each
+    rank's reductions.
     """
 
     background: dict[RankAction, int]  # a message by its send, a reduction by its REDUCE_GRAD

@@ -48,24 +48,39 @@ def waiting_for_each_other(
 
     def awaited(lane: int) -> int:
         """Return the task that a lane waits for; for a message, what that message waits for."""
-        head = lanes[lane][run.progress[lane]]
-        task = next(task for task, _ in dependencies.of(head) if run.ends[task] == NEVER)
+        task = missing_task(lanes[lane][run.progress[lane]], dependencies, run)
         other = cells[task][0]
         return task if other < len(rows) else awaited(other)
 
-    cycle: list[int] = []
-    lane, missing = stuck[0], {}
-    while lane not in cycle:
-        cycle.append(lane)
-        missing[lane] = awaited(lane)
-        lane = cells[missing[lane]][0]
-    cycle = cycle[cycle.index(lane) :]
+    cycle = cycle_from(stuck[0], lambda lane: cells[awaited(lane)][0])
 
     def name(cell: Cell) -> Action:
         return rows[cell[0]][cell[1]]
 
-    steps = [f"{name((r, run.progress[r]))} for {name(cells[missing[r]])}" for r in cycle]
-    several = f"ranks {', '.join(map(str, sorted(cycle)))} wait for each other"
-    who = several if len(cycle) > 1 else f"rank {cycle[0]} waits for itself"
-    values = {"who": who, "cycle": ", ".join(steps)}
-    yield Violation([(r, run.progress[r]) for r in cycle], values)
+    heads = [(rank, run.progress[rank]) for rank in cycle]
+    steps = [f"{name(head)} for {name(cells[awaited(head[0])])}" for head in heads]
+    yield circular_wait(heads, steps)
+
+
+def missing_task(task: int, dependencies: Dependencies, run: LaneTimes) -> int:
+    """Return the first of the tasks that a task needs which has not run."""
+    return next(other for other, _ in dependencies.of(task) if run.ends[other] == NEVER)
+
+
+def cycle_from(first: int, following: Callable[[int], int]) -> list[int]:
+    """Return the cycle that is reached by following from one lane to the next."""
+    seen: dict[int, None] = {}
+    lane = first
+    while lane not in seen:
+        seen[lane] = None
+        lane = following(lane)
+    path = list(seen)
+    return path[path.index(lane) :]
+
+
+def circular_wait(cells: Sequence[Cell], steps: Sequence[str]) -> Violation:
+    """Return the violation of actions that wait for each other, each with what it waits for."""
+    ranks = sorted({rank for rank, _ in cells})
+    several = f"ranks {', '.join(map(str, ranks))} wait for each other"
+    who = several if len(ranks) > 1 else f"rank {ranks[0]} waits for itself"
+    return Violation(cells, {"who": who, "cycle": ", ".join(steps)})

@@ -24,6 +24,7 @@ from stageline.runtime.backends.processes.messages.local_links import LocalLink
 from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 from stageline.runtime.engine.minibatch import Message, MessageKey
 from stageline.runtime.engine.replicas import local
+from stageline.runtime.exactness.gradient_types import gradient_type
 from stageline.schedules.action import Action, Kind
 
 MOST_REPLICAS = 4  # each sends to each other: a ring, as gloo has, moves fewer bytes for more
@@ -72,9 +73,16 @@ class SharedSums:
     def _piece(self, parts: Sequence[Part]) -> GradientPiece:
         self.num_started += 1
         tensors = [_rows(parameter, rows) for parameter, rows in parts]
-        form = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        types = [gradient_type(parameter) for parameter, _ in parts]
+        form = tuple(
+            (tensor.shape, tensor.stride(), dtype)
+            for tensor, dtype in zip(tensors, types, strict=True)
+        )
         if form not in self.layouts:
-            shape = ValueSpec.of(tensors)
+            pairs = zip(tensors, types, strict=True)
+            shape = ValueSpec.of(
+                [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t, dtype in pairs]
+            )
             self.layouts[form] = MessageLayout(False, (GRADIENTS,), (shape,))
         return GradientPiece(self.num_started, parts, self.layouts[form])
 
@@ -116,7 +124,8 @@ def pieces_of(bucket: Sequence[nn.Parameter]) -> Iterator[list[Part]]:
     for parameter in bucket:
         tensor = local(parameter)
         num_rows = len(tensor) if tensor.dim() else 1
-        row_bytes = max(1, tensor.nbytes // max(1, num_rows))
+        num_bytes = tensor.numel() * gradient_type(parameter).itemsize
+        row_bytes = max(1, num_bytes // max(1, num_rows))
         first = 0
         while first < num_rows:
             count = min(num_rows - first, room // row_bytes)
@@ -157,5 +166,5 @@ def _add(part: Part, own: Tensor | None, before: Gradients, after: Gradients) ->
     elif earlier or later:
         parameter, rows = part
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
         _rows(parameter.grad, rows).copy_(reduce(torch.add, [*earlier, *later]))
