@@ -44,7 +44,7 @@ from stageline.planning.cluster.measure_links import LARGE, link_of, measure_pai
 from stageline.planning.cluster.measure_overlap import MATRIX_SIZE, measure_overlap
 from stageline.planning.explain import median_costs, median_timeline
 from stageline.runtime.accelerators.accelerator import Accelerator
-from stageline.runtime.accelerators.measured_devices import device_name, host_waits
+from stageline.runtime.accelerators.measured_devices import cuda_waits, device_name
 from stageline.runtime.devices import accelerators_of
 from stageline.training.metrics import peak_memory
 from stageline.units import format_bytes
@@ -270,7 +270,7 @@ def waits(world: World) -> Findings:
         for _ in range(2):
             pipe.step(*batch)
         world.synchronize()
-        places = host_waits(lambda: pipe.step(*batch))
+        places = cuda_waits(lambda: pipe.step(*batch))
     verdict, text = Verdict.OK, "none"
     if places is None and world.kind == "cpu":
         text = "none in Stageline's own code, as simulated devices would refuse it"

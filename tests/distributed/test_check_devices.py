@@ -16,7 +16,9 @@ from examples.check_devices import Finding, Verdict, World, carried_out, merged
 from rich.console import Console
 from tests.distributed.launch import launch
 
+from stageline.zoo import device_training
 from stageline.zoo.device_training import Comparison, DeviceTraining
+from stageline.zoo.plain import train_plainly
 
 TITLES = [
     "Weights compared with those of a plain loop",
@@ -167,3 +169,15 @@ def test_a_check_that_raises_keeps_what_it_has_found(world: World) -> None:
         ("first", Verdict.OK),
         ("stopped by an error", Verdict.FAILED),
     ]
+
+
+def test_a_pipeline_with_other_numbers_differs_from_the_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    def with_another_seed(*args: Any, seed: int, **options: Any) -> list[float]:
+        return train_plainly(*args, seed=seed + 1, **options)
+
+    monkeypatch.setattr(device_training, "train_plainly", with_another_seed)
+    found = world.training.compare(check_devices.TINY, "1f1b")
+    assert found.difference > check_devices.ROUNDING
+    assert found.of_itself == 0.0

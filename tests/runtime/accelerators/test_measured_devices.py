@@ -15,10 +15,10 @@ from stageline.planning.profiling.profile import profile
 from stageline.planning.profiling.profiled_model import ProfiledModel
 from stageline.runtime.accelerators import measured_devices
 from stageline.runtime.accelerators.measured_devices import (
+    cuda_waits,
     device_memory,
     device_name,
     device_of,
-    host_waits,
     peak_bytes,
     timed,
 )
@@ -116,10 +116,10 @@ def test_waits_of_the_host_are_the_lines_that_torch_warns_of(
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert host_waits(lambda: None) is None  # without CUDA nobody knows
+    assert cuda_waits(lambda: None) is None  # without CUDA nobody knows
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    (place,) = host_waits(step) or []
+    (place,) = cuda_waits(step) or []
     assert place.startswith(__file__)
     assert modes == ["warn", "default"]
-    assert host_waits(lambda: None) == []
+    assert cuda_waits(lambda: None) == []

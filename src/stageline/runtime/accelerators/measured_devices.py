@@ -48,7 +48,7 @@ def timed(work: Callable[[], T], device: torch.device | None) -> tuple[T, float]
     return result, accelerator.seconds_between(begin, end)
 
 
-def host_waits(step: Callable[[], object]) -> list[str] | None:
+def cuda_waits(step: Callable[[], object]) -> list[str] | None:
     """Return the lines of code in which torch waited for a device; None without CUDA.
 
     Only waits within operators are seen, such as that of `Tensor.item`.
