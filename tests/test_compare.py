@@ -28,7 +28,7 @@ def compare(folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
