@@ -1,9 +1,13 @@
-"""Times that pipelines measure. `make test` runs these when nothing else runs."""
+"""Times that are measured. `make test` runs these when nothing else runs."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -93,3 +97,16 @@ def test_a_running_pipeline_gets_faster_when_slow_layers_share_their_rank_with_f
     assert fastest == pytest.approx(found.new_milliseconds, rel=0.1)
     with pytest.raises(sl.PlanError, match="give timelines since the last replan only"):
         pipe.replan(optimizer, before)
+
+
+def test_draw_answers_in_under_six_tenths_of_a_second() -> None:
+    """Of processor time, which others on the machine hardly change."""
+    command = [str(Path(sys.executable).parent / "stageline"), "draw", "1f1b"]
+
+    def seconds() -> float:
+        before = os.times()
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])  # of processes that have ended
+
+    assert any(seconds() < 0.6 for _ in range(5))
