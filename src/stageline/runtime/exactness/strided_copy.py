@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor, nn
 
 ALIGNED = 64  # bytes; torch's own memory begins at multiples of it
@@ -57,13 +59,12 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
         return True
     # Slices may interleave, as the halves of rows do: mark the bytes of one, look at the other's.
     first = min(begin, other_begin)
-    marks = torch.zeros(max(end, other_end) - first, dtype=torch.bool)
-    width, other_width = one.element_size(), other.element_size()
-    for offset in range(width):
-        marks.as_strided(one.shape, _in_bytes(one), begin - first + offset).fill_(True)
+    marks = np.zeros(max(end, other_end) - first, dtype=bool)
+    for offset in range(one.element_size()):
+        as_strided(marks[begin - first + offset :], one.shape, _in_bytes(one))[...] = True
     return any(
-        bool(marks.as_strided(other.shape, _in_bytes(other), other_begin - first + offset).any())
-        for offset in range(other_width)
+        as_strided(marks[other_begin - first + offset :], other.shape, _in_bytes(other)).any()
+        for offset in range(other.element_size())
     )
 
 
