@@ -26,7 +26,7 @@ IMPORT_ORDER = [  # what is not listed comes first
         "planning",
     ),
     *("pipeline_setup", "pipeline", "torchgpipe", "checkpoint", "training", "integrations"),
-    *("zoo", "cli", "__main__"),
+    *("zoo", "studio", "cli", "__main__"),
 ]
 
 

@@ -31,7 +31,7 @@ PACKAGES = [  # in the order of imports
         "training",
         "integrations",
     ),
-    *("zoo", "cli", "__main__"),
+    *("zoo", "studio", "cli", "__main__"),
 ]
 TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),

@@ -24,6 +24,7 @@ from stageline.cli.options import FAMILY_LIST
 from stageline.cli.plan import plan
 from stageline.cli.run import run
 from stageline.cli.simulate import simulate
+from stageline.cli.studio import studio
 from stageline.errors import StagelineError
 
 BAD_INPUT = 2  # the exit code of a command that cannot do what it was asked for
@@ -66,6 +67,7 @@ app.command(cls=Command)(links)
 app.command(cls=Command)(plan)
 app.command(cls=Command, epilog=FAMILY_LIST)(verify)
 app.command(cls=Command, context_settings=SCRIPT_ARGUMENTS)(run)
+app.command(cls=Command)(studio)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""The requests of the page of schedules: built, simulated, searched, checked and saved."""
