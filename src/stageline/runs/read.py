@@ -85,7 +85,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 def list_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
     """Return the runs in a folder, the latest first: the folder itself, and folders in it.
 
-    Links to folders elsewhere are not followed, and what cannot be read is left out.
+    Links are not followed, since they may lead anywhere. What cannot be read is left out.
     """
     place = _checked_folder(folder)
     found = {path for path in (place, *_folders_in(place)) if _is_run(path)}
@@ -199,19 +199,10 @@ def _folders_in(folder: Path) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
             for _, entry in zip(range(MOST_ENTRIES), entries, strict=False):
-                if entry.is_dir(follow_symlinks=False) or _leads_inside(folder, entry):
+                if entry.is_dir(follow_symlinks=False):
                     yield Path(entry.path)
     except OSError as error:
         raise ReportError(f"{shown(str(folder))} cannot be read: {error.strerror}") from None
-
-
-def _leads_inside(folder: Path, entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a link to a folder in the same folder, such as `latest`."""
-    try:
-        is_link = entry.is_symlink() and entry.is_dir()
-        return is_link and Path(entry.path).resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # a link in a circle
-        return False
 
 
 def _checkpoints(folder: Path) -> tuple[int, ...]:

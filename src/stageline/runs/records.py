@@ -28,6 +28,7 @@ WARNING, SAVED, NOT_SAVED = "warning", "checkpoint saved", "checkpoint failed"
 RECENT_STEPS = 3  # recorded steps in timeline.json: the median of 3 is not the one slow step
 MOST_ACTIONS = 20_000  # of a recorded step: 0.5 MB, written in 20 ms
 LONGEST_TEXT = 500  # characters of a name or message
+MOST_MILLISECONDS = 1e12  # 30 years
 DIGITS = 4  # decimals of milliseconds: clocks are no better than 0.1 µs
 
 
@@ -53,9 +54,12 @@ Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT)]
 Measured = Annotated[float | None, AfterValidator(_finite)]  # None if it is NaN or infinite
 ByStage = Annotated[tuple[Amount, ...], Field(max_length=MOST_STAGES)]
 ByRank = Annotated[tuple[Amount, ...], Field(max_length=MOST_STAGES)]
+ByLayer = Annotated[tuple[Amount, ...], Field(max_length=MOST_LAYERS)]
 Numbers = Annotated[tuple[Whole, ...], Field(max_length=MOST_STAGES)]
 Texts = Annotated[tuple[Text, ...], Field(max_length=MOST_LAYERS)]
-IdleTimes = tuple[Amount, Amount, Amount, Amount]  # bubble, imbalance, transfer, host
+Milliseconds = Annotated[float, Field(ge=0, le=MOST_MILLISECONDS)]
+Times = Annotated[tuple[Milliseconds, ...], Field(max_length=MOST_ACTIONS)]
+IdleTimes = tuple[Milliseconds, Milliseconds, Milliseconds, Milliseconds]
 T = TypeVar("T")
 
 
@@ -98,7 +102,10 @@ class Configuration:
     save_every: Whole = 0
     num_parameters: Amount = 0  # of the model
     layers: Texts = ()  # their names
-    layer_costs: Annotated[tuple[Amount, ...], Field(max_length=MOST_LAYERS)] = ()
+    layer_types: Texts = ()  # the classes of their modules
+    layer_costs: Annotated[
+        tuple[Amount, ...], Field(max_length=MOST_LAYERS)
+    ] = ()  # FLOPs or the like
     plan: PlannedCosts | None = None  # if the pipeline was made from a plan
 
 
@@ -156,9 +163,10 @@ class RecordedStep:
     placement: Numbers
     balance: Numbers
     actions: Annotated[tuple[str, ...], Field(max_length=MOST_STAGES)]  # '0F0 0F1 0B0 …'
-    starts: Annotated[tuple[tuple[Amount, ...], ...], Field(max_length=MOST_STAGES)]
-    ends: Annotated[tuple[tuple[Amount, ...], ...], Field(max_length=MOST_STAGES)]
-    idle: Annotated[tuple[IdleTimes, ...], Field(max_length=MOST_STAGES)]  # () if unknown
+    starts: Annotated[tuple[Times, ...], Field(max_length=MOST_STAGES)]
+    ends: Annotated[tuple[Times, ...], Field(max_length=MOST_STAGES)]
+    # bubble, imbalance, transfer and host; () if unknown
+    idle: Annotated[tuple[IdleTimes, ...], Field(max_length=MOST_STAGES)]
     replicas: Numbers = ()  # of each stage; () means one each
 
     @staticmethod

@@ -12,7 +12,14 @@ from stageline.report.idle import Idle
 from stageline.report.spans import Span
 from stageline.report.timeline import Timeline
 from stageline.runs.breakdown import actions_once
-from stageline.runs.records import MOST_ACTIONS, TIMELINE, RecordedStep, RecordedSteps, RunRecord
+from stageline.runs.records import (
+    DIGITS,
+    MOST_ACTIONS,
+    TIMELINE,
+    RecordedStep,
+    RecordedSteps,
+    RunRecord,
+)
 from stageline.schedules.action import COMPUTE
 from stageline.schedules.check import check
 from stageline.schedules.csv import parse_cells
@@ -85,7 +92,7 @@ def _row(
         raise ReportError(f"{TIMELINE} was not read: rank {rank} has not one time for each action")
     if any(action.kind not in COMPUTE for action in actions):
         raise ReportError(f"{TIMELINE} was not read: rank {rank} has unknown kinds of actions")
-    times = [time for pair in zip(starts, ends, strict=True) for time in pair]
+    times = [round(time, DIGITS) for pair in zip(starts, ends, strict=True) for time in pair]
     if any(after < before for before, after in pairwise(times)):
         raise ReportError(f"{TIMELINE} was not read: times of rank {rank} are not in order")
-    return tuple(map(Span, actions, starts, ends))
+    return tuple(map(Span, actions, times[::2], times[1::2]))

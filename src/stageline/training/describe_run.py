@@ -45,6 +45,7 @@ def configuration_of(run: TrainingRun) -> Configuration:
         save_every=run.save_every if run.folder else 0,
         num_parameters=sum(weights.numel() for weights in layout.layers.modules.parameters()),
         layers=tuple(layer.name for layer in layout.layers),
+        layer_types=tuple(type(layer.module).__name__ for layer in layout.layers),
         layer_costs=tuple(map(float, layout.costs)),
         plan=_planned(arguments["plan"]),
     )

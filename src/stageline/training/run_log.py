@@ -104,7 +104,8 @@ class RunFolder:
     def _add_warning(self, text: str) -> None:
         if text not in self.warned and len(self.warned) < MOST_WARNINGS:
             self.warned.add(text)
-            self.add(WARNING, text)
+            with suppress(OSError):  # or whoever warned would get this error
+                self.add(WARNING, text)
 
 
 class RunLog:
