@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ WITHIN = 8.0  # percent of a step: sleeps are late on a busy machine
 
 
 def train(folder: Path, layers: list[Occupy], **options: Any) -> float:
-    """Train and return the median seconds of a step."""
+    """Train and return the seconds of the step that other work on the machine disturbed least."""
     with sl.Pipeline(nn.Sequential(*layers), nn.functional.mse_loss, num_ranks=2, **options) as p:
         optimizer = torch.optim.SGD(p.parameters(), 0.0)
-        reports = sl.fit(p, DATA, optimizer, steps=6, folder=folder, report_every=2)
-    return median(report.step_seconds for report in reports[1:])
+        reports = sl.fit(p, DATA, optimizer, steps=8, folder=folder, report_every=1)
+    return min(report.step_seconds for report in reports[1:])
 
 
 def layers(seconds: float = SECONDS) -> list[Occupy]:
@@ -45,6 +44,7 @@ def test_better_cut_gains_what_was_expected(tmp_path: Path) -> None:
     assert finding.gain == pytest.approx(100 * (1 - after / before), abs=WITHIN)
 
 
+@pytest.mark.slow
 def test_more_microbatches_gain_what_was_expected(tmp_path: Path) -> None:
     before = train(tmp_path / "a", layers(2 * SECONDS), num_microbatches=2)
     finding = advice(tmp_path / "a", "few micro-batches")
