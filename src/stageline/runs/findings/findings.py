@@ -61,9 +61,9 @@ def _shared_cores(run: Run) -> list[Finding]:
     return [
         Finding(
             "more threads than cores",
-            f"{made.num_ranks} ranks with {machine.num_threads} threads each share "
-            f"{machine.num_cores} cores, so the times of actions include waiting for a core",
-            "use fewer ranks, or torch.set_num_threads(1); the gains below are less than they say",
+            f"{made.num_ranks} ranks use {needed} threads on {machine.num_cores} cores, so the "
+            "times of actions include waiting for a core",
+            "expect less than the gains say, or use fewer ranks or torch.set_num_threads(1)",
             None,
         )
     ]
