@@ -8,14 +8,6 @@ from typing import Annotated
 import typer
 
 from stageline.cli.output import print_written
-from stageline.runs.findings.findings import findings
-from stageline.runs.pages.comparison import comparison_page
-from stageline.runs.pages.figures import status
-from stageline.runs.pages.markdown import markdown
-from stageline.runs.pages.page import run_page
-from stageline.runs.pages.write import check_replaceable, write_report
-from stageline.runs.read import read_run
-from stageline.runs.run import Run
 
 Runs = Annotated[list[Path], typer.Argument(help="Folders that were given to sl.fit.")]
 Output = Annotated[
@@ -44,25 +36,12 @@ def report(runs: Runs, output: Output = None, markdown_file: MarkdownFile = None
     differences. A run that is still training can be reported on at any time. A file
     that is not a report is not replaced.
     """
-    found = [read_run(folder) for folder in runs]
-    default = found[0].folder / "report.html" if len(found) == 1 else Path("runs.html")
-    page_path = check_replaceable(output or default)
-    markdown_path = check_replaceable(markdown_file) if markdown_file else None
-    page = run_page(found[0]) if len(found) == 1 else comparison_page(found)
-    write_report(page_path, page)
-    if markdown_path is not None:
-        write_report(markdown_path, markdown(found))
-    for run in found:
-        _print(run)
-    for path in filter(None, (page_path, markdown_path)):
+    from stageline.runs.pages.report import report as write  # noqa: PLC0415  pydantic takes 0.2 s
+
+    written = write(runs, output, markdown_file)
+    for line in written.lines:
+        typer.echo(line)
+    for note in written.notes:
+        typer.echo(f"note: {note}", err=True)
+    for path in written.files:
         print_written(path)
-
-
-def _print(run: Run) -> None:
-    typer.echo(f"{run.name}: {status(run)}, step {run.step}")
-    for finding in findings(run):
-        typer.echo(f"  {finding}")
-    for error in run.errors:
-        typer.echo(f"  {error.kind} at step {error.step}: {error.message}")
-    for note in run.notes:
-        typer.echo(f"  note: {note}", err=True)

@@ -10,4 +10,5 @@ page           the page of one run
 comparison     the page of several runs
 markdown       a table and the findings, as Markdown
 write          files that replace nothing but earlier reports
+report         read runs, write their reports
 """

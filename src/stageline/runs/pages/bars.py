@@ -29,7 +29,7 @@ def time_bars(rows: Sequence[tuple[str, RankTime]]) -> str:
         [
             legend((part_class(part), part) for part in used),
             bar_table(bars, len(rows)),
-            details("as numbers", table(("", *used, "ms"), numbers)),
+            details("as numbers", table(("", *used, "ms"), numbers, "numbers")),
         ]
     )
 

@@ -55,6 +55,7 @@ def problems(run: Run) -> str:
     """Return errors and warnings, and what could not be read."""
     return section(
         "Errors and warnings",
+        _losses_not_finite(run),
         items(map(_event, run.errors[-MOST_SHOWN_EVENTS:]), "events bad"),
         items(map(_event, run.warnings[-MOST_SHOWN_EVENTS:]), "events"),
         items((f"note: {note}" for note in run.notes), "events soft"),
@@ -102,7 +103,8 @@ def timeline(run: Run) -> str:
             run.predicted, measured, title, _difference(run.predicted, measured)
         ).svg()
     words = f"Step {run.measured_step}, in milliseconds."
-    return section("Timeline", paragraph(words, "soft"), f'<div class="picture">{picture}</div>')
+    css = "picture tall" if measured.num_ranks > MANY_ROWS else "picture"
+    return section("Timeline", paragraph(words, "soft"), f'<div class="{css}">{picture}</div>')
 
 
 def predictions(run: Run, step: MeasuredStep | None) -> str:
@@ -120,7 +122,7 @@ def predictions(run: Run, step: MeasuredStep | None) -> str:
         )
     ]
     head = ("stage", "forward, planned", "measured", "", "backward, planned", "measured", "")
-    shown = table(head, rows)
+    shown = table(head, rows, "numbers")
     return section(
         "Predicted and measured",
         paragraph(_difference(run.predicted, run.measured[-1])),
@@ -185,6 +187,15 @@ def _stages(run: Run) -> str:
         rows.append((str(stage), shown))
         start += count
     return details("layers of each stage", table(("stage", "layers"), rows, "left"))
+
+
+def _losses_not_finite(run: Run) -> str:
+    steps = [line.step for line in run.metrics if line.loss is None]
+    if not steps:
+        return ""
+    return paragraph(
+        f"The loss was NaN or infinite in {len(steps)} reports, first at step {steps[0]}.", "bad"
+    )
 
 
 def _curves(

@@ -44,7 +44,7 @@ def _coloured() -> str:
     )
 
 
-STYLE = """
+LAYOUT = """
 :root{color-scheme:light dark;--ink:#1D1D1F;--soft:#5F6368;--line:#D9DCE0;--paper:#FFF;
   --panel:#F6F7F8;--bad:#B3261E;--good:#1B6E3C;--idle:#EFEFEF}
 @media (prefers-color-scheme:dark){:root{--ink:#E8EAED;--soft:#A5ABB3;--line:#3C4148;
@@ -85,7 +85,8 @@ th,td{padding:.25rem .8rem;text-align:right;border-bottom:1px solid var(--line);
   vertical-align:top}
 th{font-weight:600;white-space:nowrap}th:first-child,td:first-child{text-align:left;padding-left:0}
 .pairs td:last-child,.left td,.left th{text-align:left}
-.pairs td:last-child{overflow-wrap:anywhere}.left td:last-child{min-width:16rem}
+.pairs td:last-child{overflow-wrap:anywhere}.left td:last-child{min-width:12rem}
+.numbers td{white-space:nowrap}
 .pairs td:first-child{color:var(--soft);white-space:nowrap}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
   gap:0 2rem}
@@ -99,10 +100,20 @@ th{font-weight:600;white-space:nowrap}th:first-child,td:first-child{text-align:l
 .legend i{display:inline-block;width:.85em;height:.85em;border-radius:2px;margin-right:.4em;
   vertical-align:-.08em}
 .picture{overflow-x:auto}
-.picture svg{display:block;width:100%;height:auto;min-width:1100px}
+.picture svg{display:block;max-width:100%;height:auto}
+.tall svg{max-width:none}
 .picture svg>rect{fill:none}.picture .idle{fill:var(--idle)}.picture .grid{stroke:var(--line)}
-.picture text:not(.labels text){fill:var(--soft)}.picture .title{fill:var(--ink)}
+.picture text:not(.labels text){fill:var(--soft)}
+.picture text.title:not(.labels text){fill:var(--ink)}
 details{margin-top:.6rem}summary{cursor:pointer;color:var(--soft)}
+@media (max-width:1000px){.picture svg{max-width:none}}
 @media (max-width:600px){.findings li{grid-template-columns:1fr}th,td{padding:.25rem .5rem}}
 @media print{section{break-inside:avoid}}
-""" + _coloured()
+"""
+DARK = """
+@media (prefers-color-scheme:dark){
+  .chart .curve,.chart .point,.legend [class^=run]{filter:brightness(1.5)}
+  .part-bubble,.part-idle{fill:#474C54;background:#474C54}
+  .part-imbalance{fill:#7B818A;background:#7B818A}}
+"""
+STYLE = LAYOUT + _coloured() + DARK
