@@ -8,6 +8,7 @@ from stageline.runs.findings.causes import (
     slow_messages,
     slow_rank,
     uneven_stages,
+    varying_times,
     waiting_for_checkpoints,
     waiting_for_data,
 )
@@ -21,6 +22,7 @@ CAUSES = (
     few_microbatches,
     another_schedule,
     slow_messages,
+    varying_times,
     waiting_for_checkpoints,
     waiting_for_data,
 )

@@ -13,7 +13,7 @@ def run_page(run: Run) -> str:
     """Return a self-contained page: it runs no script, and asks for nothing."""
     parts = (
         sections.heading(run),
-        sections.faster(findings(run)),
+        sections.faster(run, findings(run)),
         sections.problems(run),
         sections.curves([(run.name, run)]),
         sections.where_time_goes(run),

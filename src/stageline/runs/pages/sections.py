@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from stageline.costs import Costs
 from stageline.report.overlay import Overlay
 from stageline.report.summary import number
 from stageline.report.svg.drawing import svg, xml
 from stageline.report.timeline import Timeline
-from stageline.runs.findings.finding import Finding
+from stageline.runs.findings.finding import LEAST_GAIN, Finding
 from stageline.runs.findings.measured_step import TIMES, MeasuredStep
 from stageline.runs.pages import figures
 from stageline.runs.pages.bars import MANY_ROWS, bar, bar_table, time_bars
@@ -37,18 +37,18 @@ def heading(run: Run) -> str:
     )
 
 
-def faster(found: Iterable[Finding]) -> str:
+def faster(run: Run, found: Sequence[Finding]) -> str:
     """Return what would make the run faster."""
+    title = "What would make it faster"
+    if not found:
+        words = f"Nothing was found that would gain {LEAST_GAIN:g} percent of a step."
+        return section(title, paragraph(words)) if run.measured else ""
     shown = "\n".join(map(_finding, found))
-    if not shown:
-        return ""
     words = (
         "Each gain is simulated with the measured times as if it were the only change: gains do "
         "not add up."
     )
-    return section(
-        "What would make it faster", paragraph(words, "soft"), f'<ul class="findings">{shown}</ul>'
-    )
+    return section(title, paragraph(words, "soft"), f'<ul class="findings">{shown}</ul>')
 
 
 def problems(run: Run) -> str:
