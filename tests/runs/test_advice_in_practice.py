@@ -17,7 +17,7 @@ from stageline.runs.read import read_run
 from stageline.zoo.emulated import Occupy
 
 DATA = [(torch.ones(8, 1), torch.ones(8, 1))]
-SECONDS = 0.001  # of each part of a layer, for a micro-batch of all samples' quarter
+SECONDS = 0.0015  # of each part of a layer, for a micro-batch of all samples' quarter
 WITHIN = 8.0  # percent of a step: sleeps are late on a busy machine
 
 
@@ -69,4 +69,30 @@ def test_more_microbatches_gain_what_was_expected(tmp_path: Path) -> None:
     )
     finding = advice(tmp_path / "0" / "before", "few micro-batches")
     assert "num_microbatches=8" in finding.advice
+    assert finding.gain == pytest.approx(gain, abs=WITHIN)
+
+
+@pytest.mark.slow
+def test_another_schedule_gains_what_was_expected(tmp_path: Path) -> None:
+    gain = measured_gain(
+        tmp_path,
+        lambda folder: train(folder, layers(), num_microbatches=4),
+        lambda folder: train(
+            folder, layers(), num_microbatches=4, schedule="zbv", balance=[2, 2, 1, 1]
+        ),
+    )
+    finding = advice(tmp_path / "0" / "before", "another schedule")
+    assert 'schedule="zbv", balance=[2, 2, 1, 1]' in finding.advice
+    assert finding.gain == pytest.approx(gain, abs=WITHIN)
+
+
+@pytest.mark.slow
+def test_repaired_rank_gains_what_was_expected(tmp_path: Path) -> None:
+    mixed = {"num_microbatches": 4, "balance": [3, 3]}
+    gain = measured_gain(
+        tmp_path,
+        lambda folder: train(folder, layers()[:3] + layers(2 * SECONDS)[:3], **mixed),
+        lambda folder: train(folder, layers(), **mixed),
+    )
+    finding = advice(tmp_path / "0" / "before", "a slow rank")
     assert finding.gain == pytest.approx(gain, abs=WITHIN)
