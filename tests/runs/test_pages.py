@@ -101,7 +101,8 @@ def test_hostile_text_is_shown_and_is_not_html(tmp_path: Path) -> None:
     run = full_run(tmp_path / "<script>evil<img src=x>", **names)
     events = tuple(replace(event, message=EVIL, kind="warning") for event in run.events)
     hostile = replace(run, events=events, notes=(EVIL,))
-    for page in (run_page(hostile), comparison_page([hostile, replace(run, name="other")])):
+    unplanned, other = replace(hostile, predicted=None), replace(run, name="other")
+    for page in (run_page(hostile), run_page(unplanned), comparison_page([hostile, other])):
         found = Elements(page)
         assert found.tags.isdisjoint({"script", "img", "a"})
         assert "<script>" in "".join(found.text)
@@ -152,6 +153,11 @@ def test_run_of_one_step_that_failed_says_where(tmp_path: Path) -> None:
     text = " ".join(Elements(run_page(run)).text)
     assert "failed at step 1: StageError: rank 1 failed in layer 'b'" in text
     assert "failed at step 1" in markdown([run])
+
+
+def test_page_of_a_thousand_ranks_stays_small(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path / "run", timeline(1000, 2))))
+    assert len(page) < 3_000_000
 
 
 def test_loss_that_was_not_finite_is_said_so(tmp_path: Path) -> None:

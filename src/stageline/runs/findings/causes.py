@@ -209,7 +209,8 @@ def _built(step: MeasuredStep, name: str, num_microbatches: int) -> Schedule | N
     samples = batch / max(step.configuration.num_replicas, 1)
     if family is None or num_microbatches > samples:
         return None
-    if 3 * ranks * family.chunks * num_microbatches > MOST_WORK:
+    built = max(num_microbatches, 2 * ranks if family.is_filled_by_slots else 1)
+    if 3 * ranks * family.chunks * built > MOST_WORK:
         return None
     chunks = len(step.stages) // ranks
     takes_chunks = "chunks_per_rank" in family.options and chunks > 1

@@ -45,8 +45,8 @@ def faster(run: Run, found: Sequence[Finding]) -> str:
         return section(title, paragraph(words)) if run.measured else ""
     shown = "\n".join(map(_finding, found))
     words = (
-        "Each gain is simulated with the measured times as if it were the only change: gains do "
-        "not add up."
+        "How much less time a step would take, simulated with the measured times. Each gain is for "
+        "one change alone: they do not add up."
     )
     return section(title, paragraph(words, "soft"), f'<ul class="findings">{shown}</ul>')
 
@@ -153,7 +153,7 @@ def memory(run: Run) -> str:
         "The peak of each process: of its accelerators, or of the whole process with Python and "
         "PyTorch if it has none."
     )
-    return section("Memory", paragraph(words, "soft"), bar_table(bars, len(bars)))
+    return section("Memory", paragraph(words, "soft"), bar_table(bars))
 
 
 def checkpoints(run: Run) -> str:
