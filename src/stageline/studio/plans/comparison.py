@@ -10,7 +10,7 @@ from pydantic import Field
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES
 from stageline.planning.cluster.cluster import Cluster
-from stageline.planning.compare_ways import WaysToTrain, Way, compare_ways
+from stageline.planning.compare_ways import Way, WaysToTrain, compare_ways
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES
 from stageline.planning.search.search import ReportProgress
