@@ -19,6 +19,7 @@ IMPORT_ORDER = [  # what is not listed comes first
         "deprecated",
         "report",
         "simulation",
+        "runs",
         "torch_private",
         "torch_private_training",
         "model",

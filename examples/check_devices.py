@@ -42,10 +42,10 @@ from stageline.planning.cluster.device_copies import copy_link, queue_copies
 from stageline.planning.cluster.link_probes import open_ways
 from stageline.planning.cluster.measure_links import LARGE, link_of, measure_pairs
 from stageline.planning.cluster.measure_overlap import MATRIX_SIZE, measure_overlap
-from stageline.planning.explain import median_costs, median_timeline
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.measured_devices import cuda_waits, device_name
 from stageline.runtime.devices import accelerators_of
+from stageline.simulation.median_costs import median_costs, median_timeline
 from stageline.training.metrics import peak_memory
 from stageline.units import format_bytes
 from stageline.zoo.device_training import Batches, DeviceTraining, Sizes

@@ -17,7 +17,7 @@ import stageline
 SOURCE = Path(stageline.__file__).parent
 PACKAGES = [  # in the order of imports
     *("errors", "arguments", "units", "limits", "files", "costs", "options", "schedules"),
-    *("deprecated", "report", "simulation"),
+    *("deprecated", "report", "simulation", "runs"),
     *(
         "torch_private",
         "torch_private_training",
@@ -35,7 +35,7 @@ PACKAGES = [  # in the order of imports
 ]
 TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),
-    "simulation",
+    *("simulation", "runs"),
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = [path for path in FILES if path != SOURCE / "__init__.py"]

@@ -53,9 +53,8 @@ class Pipeline:
     by FLOPs if there are `example_inputs`, or else by parameters. `recompute` saves memory:
     "never", "always", "except_last", or one of them for each stage. `devices` has one for each
     rank. `backend` is "threads", "serial" or "processes"; None is "processes" under torchrun.
-    Weights of a model on the meta device are made here, by `init_fn(layer)` or by their modules'
-    own `reset_parameters()`; with several processes each makes those of its stages only. `options`
-    has what few need: see `sl.Options`.
+    Weights of a model on the meta device are made here, by `init_fn(layer)` or their modules'
+    `reset_parameters()`; each process makes those of its stages only. `options` is `sl.Options`.
 
     With `optimizer_fn`, a function of parameters, every stage has an optimizer of its own, which
     steps as soon as its gradients are complete, and `run` streams mini-batches; asynchronous
@@ -293,3 +292,8 @@ class Pipeline:
 def session_of(pipe: Pipeline) -> Session:
     """Return what a pipeline runs on, for the packages that save, load and train it."""
     return pipe._session  # noqa: SLF001  private to users
+
+
+def arguments_of(pipe: Pipeline) -> Mapping[str, Any]:
+    """Return the arguments that a pipeline was made with, for the records of its training."""
+    return pipe._opener.arguments  # noqa: SLF001  private to users

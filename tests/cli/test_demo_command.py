@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stageline.cli.demo import training
 from stageline.costs import Costs
-from stageline.planning.explain import median_costs
 from stageline.schedules.build import build_schedule
+from stageline.simulation.median_costs import median_costs
 from stageline.simulation.simulate import simulate
 from stageline.zoo.text import batch
 

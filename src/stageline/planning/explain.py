@@ -9,20 +9,18 @@ transfers, work on the host, and waits that medians do not show.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
 
 from stageline.arguments import check_arguments
-from stageline.costs import Costs
 from stageline.errors import PlanError
 from stageline.planning.plan_result import Plan
 from stageline.planning.stream_period import period_of
 from stageline.report.overlay import Overlay
 from stageline.report.timeline import Timeline
-from stageline.schedules.action import Action, Kind
+from stageline.simulation.median_costs import median_costs, median_timeline
 from stageline.simulation.simulate import simulate
 
 
@@ -97,43 +95,8 @@ def explain(plan: Plan, timelines: Sequence[Timeline]) -> Explanation:
     )
 
 
-def median_timeline(
-    timelines: Sequence[Timeline], time: Callable[[Timeline], float] = attrgetter("makespan")
-) -> Timeline:
-    """Return the timeline whose time is the median."""
-    return sorted(timelines, key=time)[len(timelines) // 2]
-
-
 def _step_time_function(plan: Plan) -> Callable[[Timeline], float]:
     """Return the function that gives the time of a step of this plan in a timeline."""
     if not plan.chosen.is_asynchronous:
         return attrgetter("makespan")
     return lambda timeline: period_of(timeline, plan.chosen.num_microbatches)
-
-
-def median_costs(timelines: Sequence[Timeline]) -> Costs:
-    """Return the median time of each stage's actions.
-
-    Only the total time of a B is known, so half of it counts as I and half as W.
-    """
-    times = defaultdict(list)
-    for timeline in timelines:
-        for action, time in _time_of_actions(timeline).items():
-            times[action.kind, action.stage].append(time)
-    medians = {key: median(values) for key, values in times.items()}
-    stages = range(timelines[0].num_stages)
-    half = [medians.get((Kind.B, stage), 0.0) / 2 for stage in stages]
-    return Costs(
-        forward=[medians[Kind.F, stage] for stage in stages],
-        input_grad=[medians.get((Kind.I, stage), half[stage]) for stage in stages],
-        weight_grad=[medians.get((Kind.W, stage), half[stage]) for stage in stages],
-    )
-
-
-def _time_of_actions(timeline: Timeline) -> dict[Action, float]:
-    """Return the time of each action; recomputation counts as part of its backward."""
-    times: dict[Action, float] = defaultdict(float)
-    for row in timeline.spans:
-        for action, start, end in row:
-            times[action] += end - start
-    return times

@@ -18,12 +18,12 @@ from itertools import accumulate, pairwise
 from stageline.arguments import check_type
 from stageline.costs import Costs
 from stageline.errors import PlanError
-from stageline.planning.explain import median_costs
 from stageline.planning.partition.partition import partition_layers
 from stageline.planning.profiling.profile_result import Profile
 from stageline.report.timeline import Timeline
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
+from stageline.simulation.median_costs import median_costs
 from stageline.simulation.simulate import simulate
 
 MIN_GAIN = 0.05  # of a step; medians of few steps differ by some percent from trace to trace

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.checkpoint.group import checkpoint_group, report_errors
 from stageline.pipeline import Pipeline, session_of
 from stageline.training.data import Batch, DataPosition, batches
-from stageline.training.metrics import Report, ReportInterval, WriteReport, report_files
-from stageline.training.progress import progress
+from stageline.training.metrics import Report, ReportInterval
 from stageline.training.run import TrainingRun
+from stageline.training.run_log import RunLog, open_log
 
 
 def fit(
@@ -45,7 +44,8 @@ def fit(
     With a `folder`, checkpoints are saved there every `save_every` steps in the background, and at
     the end. If it has one already, training resumes from it with the bits of a run that was never
     interrupted. Every `report_every` steps the first rank prints a report and appends it to
-    `folder/metrics.jsonl`; reading the loss makes ranks wait for each other.
+    `folder/metrics.jsonl`; reading the loss makes ranks wait for each other. Beside it are the
+    run's configuration, its last recorded steps and its events, for `stageline report folder`.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -69,40 +69,42 @@ def fit(
 def _fit(run: TrainingRun, loader: Iterable[Any]) -> list[Report]:
     done, position = run.resume()
     with ExitStack() as stack:
-        write = checkpoint_group(run.pipe).run(lambda: _report_writer(stack, run, done))
+        log = checkpoint_group(run.pipe).run(lambda: open_log(stack, run, done))
         with report_errors(run.pipe):
-            return _train(run, loader, range(done + 1, run.steps + 1), position, write)
+            return _train(run, loader, range(done + 1, run.steps + 1), position, log)
 
 
 def _train(
-    run: TrainingRun, loader: Iterable[Any], steps: range, start: DataPosition, write: WriteReport
+    run: TrainingRun, loader: Iterable[Any], steps: range, start: DataPosition, log: RunLog
 ) -> list[Report]:
-    data = batches(loader, session_of(run.pipe).seed, start)
-    if run.has_own_optimizers:
-        return list(_train_stream(run, data, steps, write))
-    reports = []
     interval = ReportInterval()
+    data = interval.timed("data", batches(loader, session_of(run.pipe).seed, start))
+    if run.has_own_optimizers:
+        return list(_train_stream(run, data, steps, log, interval))
+    reports = []
     for step, batch in zip(steps, data, strict=False):
         is_last = step == steps[-1]
-        if is_last or step % run.report_every == 0:
-            with run.pipe.trace() as trace:
-                interval.add(batch, run.step(batch))
-            timeline = trace.timeline
-            reports.append(interval.report(run.pipe, step, timeline))
-            write(reports[-1])
-            interval = ReportInterval()
-        else:
-            interval.add(batch, run.step(batch))
+        is_reported = is_last or step % run.report_every == 0
+        with run.pipe.trace() if is_reported else nullcontext() as trace:
+            result = run.pipe.step(batch.inputs, batch.target)
+        with interval.timing("optimizer"):
+            run.update()
+        interval.add(batch, result)
+        log.step_done(step)
+        if trace is not None:
+            reports.append(interval.report(run.pipe, step, trace.timeline))
+            log.report(reports[-1], trace.timeline)
+            interval.restart()
         if is_last or step % run.save_every == 0:
-            run.save(step, batch.after, wait=is_last)
+            with interval.timing("save"):
+                log.saves(step, run.save(step, batch.after, wait=is_last))
     return reports
 
 
 def _train_stream(
-    run: TrainingRun, data: Iterator[Batch], steps: range, write: WriteReport
+    run: TrainingRun, data: Iterator[Batch], steps: range, log: RunLog, interval: ReportInterval
 ) -> Iterator[Report]:
     """Run one stream up to each checkpoint."""
-    interval = ReportInterval()
     for part in _split_at_multiples(steps, run.save_every):
         fed: deque[Batch] = deque()
         results = run.pipe.run(_pairs(islice(data, len(part)), fed))
@@ -110,13 +112,15 @@ def _train_stream(
         for step, result in zip(part, results, strict=True):
             batch = fed.popleft()
             interval.add(batch, result)
+            log.step_done(step)
             if step == steps[-1] or step % run.report_every == 0:
                 report = interval.report(run.pipe, step, None)
-                write(report)
+                log.report(report, None)
                 yield report
-                interval = ReportInterval()
+                interval.restart()
         assert batch is not None  # no part is empty
-        run.save(part[-1], batch.after, wait=part[-1] == steps[-1])
+        with interval.timing("save"):
+            log.saves(part[-1], run.save(part[-1], batch.after, wait=part[-1] == steps[-1]))
 
 
 def _split_at_multiples(steps: range, length: int) -> Iterator[range]:
@@ -133,25 +137,3 @@ def _pairs(data: Iterable[Batch], fed: deque[Batch]) -> Iterator[tuple[Any, Any]
     for batch in data:
         fed.append(batch)
         yield batch.inputs, batch.target
-
-
-def _report_writer(stack: ExitStack, run: TrainingRun, done: int) -> WriteReport:
-    """Return a function that shows and stores reports; on other than the first rank, no-op."""
-    if not checkpoint_group(run.pipe).is_first:
-        return lambda _: None
-    console = Console(highlight=False, markup=False)
-    show = stack.enter_context(progress(console, run.steps, done))
-    if done >= run.steps:
-        console.print(f"all {run.steps} steps are done already")
-    elif done:
-        console.print(f"resuming from step {done}")
-    store = None
-    if run.folder:
-        store = stack.enter_context(report_files(run.folder, done, tensorboard=run.tensorboard))
-
-    def write(report: Report) -> None:
-        show(report.step, report.summary)
-        if store is not None:
-            store(report)
-
-    return write

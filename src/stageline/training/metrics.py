@@ -8,10 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, time
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,13 +21,15 @@ from stageline.model import trees
 from stageline.pipeline import Pipeline
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
+from stageline.runs.records import METRICS, replace_file
 from stageline.runtime.accelerators.measured_devices import peak_bytes
 from stageline.runtime.batches.microbatches import num_samples
 from stageline.runtime.batches.result import StepResult
 from stageline.training.data import Batch
 from stageline.units import format_bytes
 
-FILE, BOARD = "metrics.jsonl", "tensorboard"
+BOARD = "tensorboard"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Report:
     bubble: float | None  # idle fraction of all ranks
     busy: tuple[float, ...]  # fraction of the step, by rank
     peak_memory: tuple[int, ...]  # bytes of the device or of the process, by process
+    batch_size: float = 0.0  # samples of a step, of all replicas
+    step_seconds: float = 0.0  # from one step to the next, with everything between them
+    data_seconds: tuple[float, ...] = ()  # of a step, waiting for the loader, by process
+    optimizer_seconds: tuple[float, ...] = ()  # of a step: clipping, optimizer and scheduler
+    save_seconds: tuple[float, ...] = ()  # of a step, waiting for checkpoints
+    time: float = 0.0  # of the report, in seconds since 1970
 
     @property
     def summary(self) -> str:
@@ -65,16 +73,21 @@ class Report:
 
 
 WriteReport = Callable[[Report], None]
+PARTS = ("data", "optimizer", "save")  # of the time between steps
 
 
-@dataclass
 class ReportInterval:
-    """Accumulates results and counts since the last report."""
+    """Accumulates results, counts and times since the last report."""
 
-    since: float = field(default_factory=perf_counter)
-    results: list[StepResult] = field(default_factory=list)
-    num_samples: int = 0
-    num_tokens: int | None = 0
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.since = perf_counter()
+        self.results: list[StepResult] = []
+        self.num_samples = 0
+        self.num_tokens: int | None = 0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def add(self, batch: Batch, result: StepResult) -> None:
         self.results.append(result)
@@ -83,22 +96,46 @@ class ReportInterval:
         has_tokens = tokens is not None and self.num_tokens is not None
         self.num_tokens = self.num_tokens + tokens if has_tokens else None  # type: ignore[operator]
 
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Count the time of a block as part of the interval that it ends in."""
+        began = perf_counter()
+        yield
+        self.seconds[part] += perf_counter() - began
+
+    def timed(self, part: str, items: Iterator[T]) -> Iterator[T]:
+        """Yield items, and count the time that each takes to come."""
+        while True:
+            with self.timing(part):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
     def report(self, pipe: Pipeline, step: int, timeline: Timeline | None) -> Report:
         """Return the report on this interval; all ranks call it."""
         losses = [float(result.loss) for result in self.results]
-        seconds = perf_counter() - self.since
+        seconds, count = perf_counter() - self.since, len(self.results)
         samples = sum_over_replicas(pipe, self.num_samples)
         makespan = max(timeline.makespan, 1e-9) if timeline else 1.0
         devices = {parameter.device for parameter in pipe.parameters()}
+        here = peak_memory(devices), *(self.seconds[part] / count for part in PARTS)
+        memory, data, optimizer, save = zip(*checkpoint_group(pipe).gather(here), strict=True)
         return Report(
             step=step,
-            loss=sum(losses) / len(losses),
+            loss=sum(losses) / count,
             samples_per_second=samples / seconds,
             tokens_per_second=self.num_tokens
             and self.num_tokens / self.num_samples * samples / seconds,
             bubble=timeline.step_bubble if timeline else None,
             busy=tuple(busy / makespan for busy in timeline.busy) if timeline else (),
-            peak_memory=tuple(checkpoint_group(pipe).gather(peak_memory(devices))),
+            peak_memory=memory,
+            batch_size=samples / count,
+            step_seconds=seconds / count,
+            data_seconds=data,
+            optimizer_seconds=optimizer,
+            save_seconds=save,
+            time=time(),
         )
 
 
@@ -106,7 +143,7 @@ class ReportInterval:
 def report_files(folder: Path, step: int, *, tensorboard: bool) -> Iterator[WriteReport]:
     """Yield a function that appends reports; lines of earlier runs are kept up to `step`."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE
+    path = folder / METRICS
     _drop_later_lines(path, step)
     board = _board(folder / BOARD, step) if tensorboard else None
     with path.open("a") as lines:
@@ -151,7 +188,7 @@ def _drop_later_lines(path: Path, step: int) -> None:
     """Delete lines of steps that will be repeated, and one that a crash left unfinished."""
     if path.exists():
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        replace_file(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _step_of(line: str) -> float:
@@ -166,6 +203,6 @@ def _board(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  it is optional
     except ImportError:
         raise ModelError(
-            f"tensorboard=True, but it is not installed: install it, or read {FILE} instead"
+            f"tensorboard=True, but it is not installed: install it, or read {METRICS} instead"
         ) from None
     return SummaryWriter(str(folder), purge_step=step + 1)

@@ -10,15 +10,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stageline.arguments import check_size
 from stageline.checkpoint.folder import latest
-from stageline.checkpoint.group import checkpoint_group
+from stageline.checkpoint.group import PendingSave, checkpoint_group
 from stageline.checkpoint.load import Loaded, load_if
 from stageline.checkpoint.option_values import try_scheduler_state
 from stageline.checkpoint.pipeline_state import check_parameters, has_own_optimizers, tensor_names
 from stageline.checkpoint.save import save
 from stageline.errors import CheckpointError, ModelError
 from stageline.pipeline import Pipeline
-from stageline.runtime.batches.result import StepResult
-from stageline.training.data import Batch, DataPosition
+from stageline.training.data import DataPosition
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class TrainingRun:
         if self.scheduler is not None:
             try_scheduler_state(state, self.scheduler, self.folder)
 
-    def step(self, batch: Batch) -> StepResult:
-        result = self.pipe.step(batch.inputs, batch.target)
+    def update(self) -> None:
+        """Clip the gradients and step the optimizer and its scheduler, as far as there are any."""
         if self.max_norm is not None:
             self.pipe.clip_grad_norm_(self.max_norm)
         if self.optimizer is not None:
@@ -124,18 +123,19 @@ class TrainingRun:
             self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        return result
 
-    def save(self, step: int, position: DataPosition, *, wait: bool) -> None:
-        if self.folder is not None:
-            state = None if self.scheduler is None else self.scheduler.state_dict()
-            data = {"position": position, "scheduler": (self.scheduler_name, state)}
-            save(
-                self.folder,
-                self.pipe,
-                self.optimizer,
-                step=step,
-                data=data,
-                keep=self.keep,
-                wait=wait,
-            )
+    def save(self, step: int, position: DataPosition, *, wait: bool) -> PendingSave | None:
+        """Save a checkpoint, if there is a folder for it."""
+        if self.folder is None:
+            return None
+        state = None if self.scheduler is None else self.scheduler.state_dict()
+        data = {"position": position, "scheduler": (self.scheduler_name, state)}
+        return save(
+            self.folder,
+            self.pipe,
+            self.optimizer,
+            step=step,
+            data=data,
+            keep=self.keep,
+            wait=wait,
+        )

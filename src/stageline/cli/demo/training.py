@@ -25,13 +25,13 @@ from torch import Tensor
 from stageline.checkpoint.export import export
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline, session_of
-from stageline.planning.explain import median_costs, median_timeline
 from stageline.report.summary import percent
 from stageline.report.svg.drawing import stacked
 from stageline.report.text.grid import plain
 from stageline.report.text.terminal import coloured
 from stageline.report.timeline import Timeline
 from stageline.schedules.schedule import Schedule
+from stageline.simulation.median_costs import median_costs, median_timeline
 from stageline.simulation.simulate import simulate
 from stageline.training.progress import progress
 from stageline.zoo.gpt import generate, gpt, loss

@@ -1,0 +1,216 @@
+"""The causes that make a pipeline slow: one function for each, which finds it in a measured step.
+
+A gain is what the simulation of the step takes less without the cause. It holds if times of actions
+stay what they were: a micro-batch of half the samples takes half the time, and no core is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stageline.errors import StagelineError
+from stageline.report.summary import number, percent
+from stageline.runs.findings.finding import Finding
+from stageline.runs.findings.measured_step import Balance, MeasuredStep, Times
+from stageline.runs.records import Metrics
+from stageline.schedules.build import build_schedule
+from stageline.schedules.families.registry import FAMILIES
+from stageline.schedules.schedule import Schedule
+from stageline.simulation.simulate import simulate
+
+LEAST_SLOWNESS = 1.2  # of a rank: medians of the same work differ by some percent
+MOST_WORK = 20_000  # actions of a schedule that is tried: simulated in 0.1 s
+WORTH_DOUBLING = 3.0  # percent that twice as many micro-batches have to bring again
+# searched for seconds, or never a choice of its own
+NOT_TRIED = ("naive", "zb_1p", "zb_2p")
+SAME_MEMORY = 1 + 1e-9
+
+
+def uneven_stages(step: MeasuredStep) -> Iterator[Finding]:
+    """Find a cut into stages that take unequal times, though the layers allow equal ones."""
+    even = _without_slowness(step)
+    num_stages = len(step.stages)
+    other = even.best_balance(num_stages)
+    if num_stages == 1 or other is None:
+        return
+    totals = [sum(times) for times in even.stages]
+    slowest, mean = max(totals), sum(totals) / num_stages
+    before = even.time_of(even.schedule, even.stages)
+    after = even.time_of(even.schedule, even.stage_times(other))
+    if other != step.balance and after < before:
+        gain = step.gain(step.simulated * after / before)
+        yield Finding(
+            "uneven stages",
+            f"stage {totals.index(slowest)} takes {number(slowest)} ms for a micro-batch, "
+            f"and the mean of all stages is {number(mean)} ms",
+            f"use balance={list(other)} instead of {list(step.balance)}, or pipe.replan",
+            gain,
+        )
+
+
+def slow_rank(step: MeasuredStep) -> Iterator[Finding]:
+    """Find ranks that take longer for the same work than others."""
+    slowness = step.slowness()
+    slow = [rank for rank, ratio in enumerate(slowness) if ratio >= LEAST_SLOWNESS]
+    if not slow:
+        return
+    worst = max(slow, key=lambda rank: slowness[rank])
+    names = ", ".join(map(str, slow))
+    even = _without_slowness(step)
+    yield Finding(
+        "a slow rank" if len(slow) == 1 else "slow ranks",
+        f"rank {names} {'takes' if len(slow) == 1 else 'take'} up to "
+        f"{slowness[worst]:.2g} times as long as the same work takes elsewhere",
+        "look what else runs on its device, at its clock and its temperature; or give it fewer "
+        "layers: pipe.replan does, with a profile",
+        step.gain(even.time_of(even.schedule, even.stages)),
+    )
+
+
+def few_microbatches(step: MeasuredStep) -> Iterator[Finding]:
+    """Find a bubble that more micro-batches of fewer samples would make smaller."""
+    count = step.schedule.num_microbatches
+    gain, chosen = 0.0, 0
+    for more in (2 * count, 4 * count):
+        other = _built(step, step.configuration.schedule, more)
+        if other is not None and other.placement == step.schedule.placement:
+            found = step.gain(step.time_of(other, step.stages, count / more))
+            if found > gain + WORTH_DOUBLING:
+                gain, chosen = found, more
+    if chosen:
+        bubble = step.timeline.step_bubble
+        yield Finding(
+            "few micro-batches",
+            f"{count} micro-batches on {step.schedule.num_ranks} ranks, which are idle for "
+            f"{percent(bubble)} of the step",
+            f"use num_microbatches={chosen}; less is gained if half the samples take more than "
+            "half the time",
+            gain,
+        )
+
+
+def another_schedule(step: MeasuredStep) -> Iterator[Finding]:
+    """Find the schedule that is fastest with these times, in the memory of the present one."""
+    if step.configuration.schedule not in FAMILIES:
+        return
+    most = max(_peaks(step, step.schedule, step.stages))
+    found = []
+    for name, family in FAMILIES.items():
+        if name in NOT_TRIED or not family.is_synchronous or name == step.configuration.schedule:
+            continue
+        option = _option(step, name)
+        if option is not None and option.memory <= most * SAME_MEMORY:
+            found.append(option)
+    best = min(found, key=lambda option: option.milliseconds, default=None)
+    if best is not None:
+        balance = "" if best.balance == step.balance else f", balance={list(best.balance)}"
+        yield Finding(
+            "another schedule",
+            f"{step.configuration.schedule} leaves ranks idle for "
+            f"{percent(step.timeline.step_bubble)} of the step",
+            f'use schedule="{best.name}"{balance}, which holds no more activations',
+            step.gain(best.milliseconds),
+        )
+
+
+def slow_messages(step: MeasuredStep) -> Iterator[Finding]:
+    """Find time that ranks wait for messages in transit."""
+    free = (0.0,) * len(step.stages)
+    longest = max(step.transfers)
+    if longest > 0:
+        yield Finding(
+            "messages between stages",
+            f"a message takes {number(longest)} ms, and a stage "
+            f"{number(max(map(sum, step.stages)))} ms for a micro-batch",
+            "send less: cut where activations are small, use bfloat16, fewer stages per rank, or "
+            "faster links; this is the gain if messages took no time",
+            step.gain(step.time_of(step.schedule, step.stages, transfers=free)),
+        )
+
+
+def waiting_for_data(step: MeasuredStep) -> Iterator[Finding]:
+    """Find time that a step waits for its batch."""
+    advice = (
+        "load batches in the background, as DataLoader(…, num_workers=2, persistent_workers=True) "
+        "does"
+    )
+    if step.metrics is not None:
+        yield from _waiting("data", step.metrics, step.metrics.data_seconds, advice)
+
+
+def waiting_for_checkpoints(step: MeasuredStep) -> Iterator[Finding]:
+    """Find time that a step waits until its state is copied, or an earlier save has ended."""
+    if step.metrics is not None:
+        advice = "save less often: give sl.fit a larger save_every"
+        yield from _waiting("checkpoints", step.metrics, step.metrics.save_seconds, advice)
+
+
+def _waiting(what: str, last: Metrics, seconds: Sequence[float], advice: str) -> Iterator[Finding]:
+    longest = max(seconds, default=0.0)
+    if last.step_seconds:
+        yield Finding(
+            f"waiting for {what}",
+            f"a step takes {number(1e3 * last.step_seconds)} ms, {number(1e3 * longest)} ms of it "
+            f"waiting for {what}",
+            advice,
+            100 * min(1.0, longest / last.step_seconds),
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleOption:
+    """A schedule that could be used, with its simulated time and peak of activations."""
+
+    name: str
+    balance: Balance
+    milliseconds: float
+    memory: float  # in activations of all stages of a rank
+
+
+def _option(step: MeasuredStep, name: str) -> ScheduleOption | None:
+    schedule = _built(step, name, step.schedule.num_microbatches)
+    if schedule is None:
+        return None
+    if schedule.placement == step.schedule.placement:
+        balance, stages = step.balance, step.stages
+    else:
+        found = step.best_balance(schedule.num_stages)
+        if found is None:
+            return None
+        balance, stages = found, step.stage_times(found)
+    memory = max(_peaks(step, schedule, stages))
+    return ScheduleOption(name, balance, step.time_of(schedule, stages), memory)
+
+
+def _peaks(step: MeasuredStep, schedule: Schedule, stages: tuple[Times, ...]) -> tuple[float, ...]:
+    return simulate(schedule, step.costs(schedule, stages)).peak_activations
+
+
+def _built(step: MeasuredStep, name: str, num_microbatches: int) -> Schedule | None:
+    """Return a schedule on the run's ranks; None if there is none, or it is too large to try."""
+    family, ranks = FAMILIES.get(name), step.schedule.num_ranks
+    batch = (step.metrics.batch_size if step.metrics else None) or float("inf")
+    samples = batch / max(step.configuration.num_replicas, 1)
+    if family is None or num_microbatches > samples:
+        return None
+    if 3 * ranks * family.chunks * num_microbatches > MOST_WORK:
+        return None
+    chunks = len(step.stages) // ranks
+    takes_chunks = "chunks_per_rank" in family.options and chunks > 1
+    options = {"chunks_per_rank": chunks} if takes_chunks else {}
+    try:
+        return build_schedule(
+            name,
+            num_ranks=ranks,
+            num_microbatches=num_microbatches,
+            **options,  # type: ignore[arg-type]
+        )
+    except StagelineError:
+        return None  # it needs another number of micro-batches
+
+
+def _without_slowness(step: MeasuredStep) -> MeasuredStep:
+    """Return the step as it would be if all ranks were as fast as the usual one."""
+    slowness = [ratio if ratio >= LEAST_SLOWNESS else 1.0 for ratio in step.slowness()]
+    return step.faster(slowness)
