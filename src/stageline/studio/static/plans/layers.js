@@ -1,8 +1,11 @@
 // The layers as a bar: each as wide as its cost, with the cuts of a way, and the sums of its stages.
 
-import { element, svgElement } from "../shared/elements.js";
+import { element } from "../shared/elements.js";
+import { percent } from "../shared/numbers.js";
 import { roving } from "../shared/roving.js";
-import { formatBytes, formatSeconds, formatShare } from "../shared/units.js";
+import { svgElement } from "../shared/svg.js";
+import { foldedTable } from "../shared/tables.js";
+import { formatBytes, formatSeconds } from "../shared/units.js";
 
 const MOST_SEGMENTS = 1500; // of more layers, several share a segment
 const LAYER_HEIGHT = 36, STAGE_HEIGHT = 40, GAP = 6;
@@ -17,8 +20,8 @@ export function drawLayers(container, result, way, cost) {
   const total = values.reduce((sum, value) => sum + value, 0);
   const width = Math.max(280, container.clientWidth);
   const scale = total ? width / total : 0;
-  const note = element("p", { class: "hint", role: "status" }, "Point at a layer or a stage, or use the arrow keys.");
-  const share = (value) => `${format(value)}, ${formatShare(total ? value / total : 0)}`;
+  const note = element("p", { className: "hint", role: "status" }, "Point at a layer or a stage, or use the arrow keys.");
+  const share = (value) => `${format(value)}, ${percent(total ? value / total : 0)}`;
   const say = (text) => () => note.replaceChildren(text);
   const svg = svgElement("svg", {
     class: "chart", width, height: LAYER_HEIGHT + GAP + STAGE_HEIGHT, role: "group", "aria-label": "Layers by cost",
@@ -92,15 +95,11 @@ function segmentsOf(values) {
 
 function stageTable(stages, layers) {
   const sum = (values, { start, stop }) => values.slice(start, stop).reduce((a, b) => a + b, 0);
-  const heads = ["stage", "rank", "layers", "time", "activation", "parameters", "recomputed"];
-  const rows = stages.map((stage) => element("tr", {}, ...[
+  const rows = stages.map((stage) => [
     String(stage.number), String(stage.rank), String(stage.stop - stage.start),
     formatSeconds(sum(layers.time, stage)), formatBytes(sum(layers.activation, stage)),
     formatBytes(sum(layers.parameters, stage)), stage.recomputed ? "yes" : "no",
-  ].map((text) => element("td", {}, text))));
-  const table = element("table", {},
-    element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", { scope: "col" }, text)))),
-    element("tbody", {}, ...rows));
-  const scroll = element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Stages as a table" }, table);
-  return element("details", { class: "stages" }, element("summary", {}, "Stages as a table"), scroll);
+  ]);
+  const heads = ["stage", "rank", "layers", "time", "activation", "parameters", "recomputed"];
+  return foldedTable("Stages as a table", heads, rows);
 }

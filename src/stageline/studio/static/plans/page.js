@@ -1,7 +1,7 @@
 // The page of plans: inputs and knobs lead to a comparison of all ways, which is then shown.
 
 import { readState, writeState } from "../shared/address.js";
-import { element } from "../shared/elements.js";
+import { byId, element } from "../shared/elements.js";
 import { counted, formatBytes, formatSeconds } from "../shared/units.js";
 import { compare } from "./compare.js";
 import { keep, kept, listExamples, readExample } from "./inputs.js";
@@ -22,7 +22,6 @@ const DEFAULTS = {
 const MILLISECONDS_BEFORE_COMPARING = 250;
 const MILLISECONDS_BEFORE_PROGRESS = 400;
 
-const byId = (id) => document.getElementById(id);
 const state = readState(DEFAULTS);
 let result = null;
 let running = null; // the AbortController of the comparison that runs

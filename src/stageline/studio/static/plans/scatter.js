@@ -1,9 +1,9 @@
 // All ways as points: time of a step against peak memory, with the memory of a device as a line.
 
 import { axes } from "../shared/axes.js";
-import { svgElement } from "../shared/elements.js";
 import { roving } from "../shared/roving.js";
 import { amountScale } from "../shared/scales.js";
+import { svgElement } from "../shared/svg.js";
 import { formatBytes, formatSeconds } from "../shared/units.js";
 import { isBest, labelOf } from "./ways.js";
 

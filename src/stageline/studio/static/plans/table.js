@@ -1,6 +1,7 @@
 // All ways as a table, whose columns can be sorted.
 
 import { element } from "../shared/elements.js";
+import { table } from "../shared/tables.js";
 import { memoryOf, timeOf, verdictOf } from "./ways.js";
 
 const COLUMNS = [
@@ -14,19 +15,19 @@ const COLUMNS = [
 export function showTable(container, result, column, { choose, sort }) {
   const value = COLUMNS[column][1];
   const ways = [...result.ways].sort((a, b) => compare(value(a), value(b)));
+  const rows = ways.map((way) => {
+    const button = element("button", { type: "button", className: "link" }, way.description);
+    button.addEventListener("click", () => choose(way));
+    return [button, timeOf(way), memoryOf(way), verdictOf(way, result)];
+  });
   const heads = COLUMNS.map(([name], index) => {
     const button = element("button", { type: "button" }, name);
     button.addEventListener("click", () => sort(index));
-    return element("th", { scope: "col", "aria-sort": index === column ? "ascending" : "none" }, button);
+    return button;
   });
-  const rows = ways.map((way) => {
-    const button = element("button", { type: "button", class: "link" }, way.description);
-    button.addEventListener("click", () => choose(way));
-    const texts = [timeOf(way), memoryOf(way), verdictOf(way, result)];
-    return element("tr", {}, element("td", {}, button), ...texts.map((text) => element("td", {}, text)));
-  });
-  container.replaceChildren(element("table", {},
-    element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows)));
+  const made = table(heads, rows);
+  made.querySelectorAll("th")[column].setAttribute("aria-sort", "ascending");
+  container.replaceChildren(made);
 }
 
 function compare(a, b) {

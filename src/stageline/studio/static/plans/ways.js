@@ -1,7 +1,8 @@
 // What a way to train is called, and what is said about it.
 
 import { element } from "../shared/elements.js";
-import { counted, formatBytes, formatSeconds, formatShare, rounded } from "../shared/units.js";
+import { percent, shortNumber } from "../shared/numbers.js";
+import { counted, formatBytes, formatSeconds } from "../shared/units.js";
 
 const PRECISION = {
   simulated: "simulated with all micro-batches",
@@ -40,16 +41,16 @@ export function showWay(container, way, result) {
   const rate = way.seconds ? result.batch_size / way.seconds : Infinity;
   const facts = [
     ["time of a step", `${timeOf(way)} (${PRECISION[way.precision]})`],
-    ["samples per second", rounded(rate)],
+    ["samples per second", shortNumber(rate)],
     ["peak memory", `${memoryOf(way)} of ${formatBytes(result.memory)}`],
-    ["idle", way.precision === "bound" ? "not known" : formatShare(way.bubble)],
-    ["stages", counted(way.balance.length, "stage")],
+    ["idle", way.precision === "bound" ? "not known" : percent(way.bubble)],
+    ["cut", counted(way.balance.length, "stage")],
   ];
   const list = element("dl", {});
   for (const [name, value] of facts) {
     list.append(element("div", {}, element("dt", {}, name), element("dd", {}, value)));
   }
-  const verdict = element("p", { class: way.fits === false ? "verdict lost" : "verdict" });
+  const verdict = element("p", { className: way.fits === false ? "verdict lost" : "verdict" });
   verdict.append(isBest(way, result) ? "★ the best of all ways that fit" : `It lost: ${way.verdict}`);
-  container.replaceChildren(element("p", { class: "name" }, way.description), verdict, list);
+  container.replaceChildren(element("p", { className: "name" }, way.description), verdict, list);
 }

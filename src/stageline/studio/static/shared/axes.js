@@ -1,6 +1,6 @@
 // The axes of a chart: ticks, grid lines and titles.
 
-import { svgElement } from "./elements.js";
+import { svgElement } from "./svg.js";
 
 const PIXELS_BETWEEN_TICKS = 80;
 

@@ -1,21 +1,15 @@
-// HTML and SVG elements. Text is set as text, never as HTML.
+// Elements of a page, made in one expression.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-/** Return an HTML element; children are elements or text. */
-export function element(name, attributes = {}, ...children) {
-  return filled(document.createElement(name), attributes, children);
-}
-
-/** Return an SVG element. */
-export function svgElement(name, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), attributes, children);
-}
-
-function filled(made, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
-  }
+/** Return an element with these properties; `data` and `aria` are objects, children nodes or texts. */
+export function element(tag, { data = {}, aria = {}, ...properties } = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  Object.assign(made.dataset, data);
+  for (const [name, value] of Object.entries(aria)) made.setAttribute(`aria-${name}`, value);
   made.append(...children);
   return made;
+}
+
+/** Return the element of the page with this id. */
+export function byId(id) {
+  return document.getElementById(id);
 }

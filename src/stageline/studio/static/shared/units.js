@@ -1,14 +1,6 @@
-// Numbers as text, in the units that people read.
+// Amounts as text, in the units that people read.
 
 const BINARY = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-
-/** Return a number with at most this many significant digits. */
-export function rounded(value, digits = 4) {
-  if (value === 0 || !Number.isFinite(value)) return String(value);
-  const short = Number(value.toPrecision(digits));
-  const isPlain = Math.abs(short) >= 1e-4 && Math.abs(short) < 1e7;
-  return isPlain ? String(short) : short.toExponential();
-}
 
 /** Return a size in bytes like '22GiB', as the terminal shows it. */
 export function formatBytes(size, digits = 4) {
@@ -24,12 +16,13 @@ export function formatSeconds(seconds, digits = 4) {
   return `${rounded(1e6 * seconds, digits)} µs`;
 }
 
-/** Return a share of 1 like '12.3 %'. */
-export function formatShare(share) {
-  return `${(100 * share).toFixed(1)} %`;
-}
-
 /** Return a count with its noun: '1 rank', '2 ranks'. */
 export function counted(count, singular, plural = `${singular}s`) {
   return `${count.toLocaleString("en")} ${count === 1 ? singular : plural}`;
+}
+
+function rounded(value, digits) {
+  const short = Number(value.toPrecision(digits));
+  const isPlain = short === 0 || (Math.abs(short) >= 1e-4 && Math.abs(short) < 1e7);
+  return isPlain ? String(short) : short.toExponential();
 }
