@@ -24,6 +24,7 @@ def described_summary(key: str, run: RunSummary) -> Any:
         "name": run.name,
         "version": version_of([run.folder]),
         "status": run.status,
+        "started": run.started,
         "updated": run.updated,
         "schedule": run.schedule,
         "num_ranks": run.num_ranks,

@@ -15,9 +15,9 @@ export function linearScale([low, high], [start, end]) {
 }
 
 /** Return a scale for amounts above 0: logarithmic if they differ by much; ticks may be of bytes. */
-export function amountScale([low, high], range, { inBytes = false } = {}) {
-  const margin = (high / low) ** 0.05;
-  if (high / low <= MOST_LINEAR_RATIO) {
+export function amountScale([low, high], range, { inBytes = false, isLogarithmic = high / low > MOST_LINEAR_RATIO } = {}) {
+  const margin = Math.max(1.02, (high / low) ** 0.05);
+  if (!isLogarithmic) {
     const pad = 0.06 * (high - low || high);
     const scale = linearScale([Math.max(0, low - pad), high + pad], range);
     const unit = inBytes ? 1024 ** Math.floor(Math.log2(high) / 10) : 1;
@@ -29,7 +29,10 @@ export function amountScale([low, high], range, { inBytes = false } = {}) {
   const scale = (value) => logarithmic(Math.log(value));
   scale.invert = (pixel) => Math.exp(logarithmic.invert(pixel));
   const ticks = inBytes ? powersOfTwo : logarithmicTicks;
-  scale.ticks = () => ticks(low / margin, high * margin);
+  scale.ticks = (count) => {
+    const found = ticks(low / margin, high * margin);
+    return found.length > 1 ? found : linearTicks(low / margin, high * margin, count);
+  };
   scale.domain = [low / margin, high * margin];
   return scale;
 }
