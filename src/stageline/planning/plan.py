@@ -54,10 +54,14 @@ def plan(
     search = PlanSearch(request, schedules, progress or _ignore_progress)
     found = search.run()
     if not found:
-        closest = search.closest[1] if search.closest else None
-        advice = _recompute_advice(request, schedules)
-        raise PlanError(nothing_fits_message(request, closest, advice))
+        raise PlanError(why_nothing_fits(request, schedules, search))
     return found[0].to_plan(request, alternatives(found))
+
+
+def why_nothing_fits(request: PlanRequest, schedules: Sequence[str], search: PlanSearch) -> str:
+    """Return the message of a search that found nothing: what comes closest, and what would fit."""
+    closest = search.closest[1] if search.closest else None
+    return nothing_fits_message(request, closest, _recompute_advice(request, schedules))
 
 
 def _recompute_advice(request: PlanRequest, schedules: Sequence[str]) -> str:
