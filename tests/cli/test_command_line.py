@@ -73,7 +73,10 @@ def test_an_error_is_printed_without_a_traceback(
     assert "Traceback" not in err
 
 
-COMMANDS = ["demo", "draw", "simulate", "show", "profile", "links", "plan", "verify", "run"]
+COMMANDS = [
+    *("demo", "draw", "simulate", "show", "profile", "links", "plan", "verify", "run"),
+    *("report", "studio"),
+]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

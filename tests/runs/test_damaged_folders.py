@@ -13,6 +13,8 @@ import pytest
 from tests.runs.folders import line, timeline, write_run
 
 from stageline.runs.findings.findings import findings
+from stageline.runs.pages.markdown import markdown
+from stageline.runs.pages.page import run_page
 from stageline.runs.read import list_runs, read_run
 from stageline.runs.records import METRICS, RUN, TIMELINE, PlannedCosts
 
@@ -60,12 +62,15 @@ def test_damaged_values_are_answered_or_noted(name: str, folder: Path) -> None:
     path, draw = folder / name, Random(name)
     whole = path.read_text()
     read = 0
-    for _ in range(150):
-        lines = [json.dumps(damaged(json.loads(text), draw)) for text in whole.splitlines()]
-        path.write_text("\n".join(lines) + "\n")
+    for number in range(60):
+        *lines, last = whole.splitlines()
+        path.write_text("\n".join([*lines, json.dumps(damaged(json.loads(last), draw)), ""]))
         run = read_run(folder)
         read += not run.notes
         assert all(finding.gain is None or finding.gain <= 100 for finding in findings(run))
         assert list_runs(folder)
+        if number % 10 == 0:
+            assert run_page(run).endswith("</html>\n")
+            assert markdown([run, run])
     path.write_text(whole)
-    assert 0 < read < 150
+    assert 0 < read < 60

@@ -26,7 +26,7 @@ RUN, METRICS, TIMELINE, EVENTS = "run.json", "metrics.jsonl", "timeline.json", "
 STARTED, FINISHED, FAILED, INTERRUPTED = "started", "finished", "failed", "interrupted"
 WARNING, SAVED, NOT_SAVED = "warning", "checkpoint saved", "checkpoint failed"
 RECENT_STEPS = 3  # recorded steps in timeline.json: the median of 3 is not the one slow step
-MOST_ACTIONS = 20_000  # of a recorded step: 0.5 MB, written in 20 ms
+MOST_ACTIONS = 20_000  # of a recorded step: 0.4 MB, written in 30 ms
 LONGEST_TEXT = 500  # characters of a name or message
 MOST_MILLISECONDS = 1e12  # 30 years
 DIGITS = 4  # decimals of milliseconds: clocks are no better than 0.1 µs
@@ -217,7 +217,9 @@ def as_json(value: object) -> bytes:
 def replace_file(path: Path, contents: bytes) -> None:
     """Write a file such that readers see the old contents or the new, and nothing in between."""
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_bytes(contents)
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # not through a link that somebody put there
+        file.write(contents)
     temporary.replace(path)
 
 
