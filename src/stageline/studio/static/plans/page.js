@@ -3,10 +3,10 @@
 import { readState, writeState } from "../shared/address.js";
 import { byId, element } from "../shared/elements.js";
 import { counted, formatBytes, formatSeconds } from "../shared/units.js";
-import { compare } from "./compare.js";
 import { keep, kept, listExamples, readExample } from "./inputs.js";
 import { drawLayers } from "./layers.js";
 import { drawScatter, markChosen } from "./scatter.js";
+import { search } from "./search.js";
 import { showTable } from "./table.js";
 import { showWay } from "./ways.js";
 
@@ -94,24 +94,40 @@ function compareSoon() {
 }
 
 async function compareNow() {
-  running?.abort();
   clearTimeout(timer);
+  await run("compare", (found) => {
+    result = found;
+    byId("error").textContent = "";
+    byId("progress").textContent = `${counted(result.num_ways, "way")} in ${formatSeconds(result.seconds, 2)}`;
+    showResult();
+  }, () => byId("result").classList.add("outdated"));
+}
+
+async function savePlan() {
+  await run("save", ({ file }) => {
+    byId("progress").textContent = "plan.json was saved";
+    const address = URL.createObjectURL(new Blob([file], { type: "application/json" }));
+    element("a", { href: address, download: "plan.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+  });
+}
+
+/** Run a search of a kind and use its result; it replaces the one that runs. */
+async function run(kind, use, fail = () => {}) {
+  running?.abort();
   const mine = new AbortController();
   running = mine;
   const delay = setTimeout(() => { byId("cancel").hidden = false; }, MILLISECONDS_BEFORE_PROGRESS);
   const say = (text) => { if (!byId("cancel").hidden) byId("progress").textContent = `planning: ${text}`; };
   document.body.setAttribute("aria-busy", "true");
   try {
-    result = await compare(fields(), say, mine.signal);
-    byId("error").textContent = "";
-    byId("progress").textContent = `${counted(result.num_ways, "way")} in ${formatSeconds(result.seconds, 2)}`;
-    showResult();
+    use(await search(kind, fields(), say, mine.signal));
   } catch (problem) {
-    if (running !== mine) return; // a later comparison has begun
+    if (running !== mine) return; // a later search has begun
     const isCancelled = problem.name === "AbortError";
     byId("progress").textContent = isCancelled ? "cancelled" : "";
     byId("error").textContent = isCancelled ? "" : problem.message;
-    byId("result").classList.add("outdated");
+    fail();
   } finally {
     clearTimeout(delay);
     if (running === mine) {
@@ -126,6 +142,7 @@ function showResult() {
   byId("result").classList.remove("outdated");
   const { ways, num_ways: total, message, layers, cluster } = result;
   byId("error").textContent = message;
+  byId("save").disabled = !result.has_best;
   const omitted = total > ways.length ? `, of which the first ${ways.length.toLocaleString("en")} are shown` : "";
   const bounds = ways.filter((way) => way.fits === null).length;
   const hidden = bounds ? `; ${counted(bounds, "way")} would take long to simulate and are only in the table` : "";
@@ -194,6 +211,7 @@ function listen() {
     showKnobs();
     compareSoon();
   });
+  byId("save").addEventListener("click", savePlan);
   byId("cancel").addEventListener("click", () => running.abort());
   byId("cost").addEventListener("change", () => {
     state.cost = byId("cost").value;
