@@ -26,6 +26,7 @@ const state = readState(DEFAULTS);
 let result = null;
 let running = null; // the AbortController of the comparison that runs
 let timer = 0;
+let areTextsNew = false; // and not kept yet
 
 function showKnobs() {
   for (const name of KNOBS) byId(name).value = state[name];
@@ -63,6 +64,7 @@ async function loadExample(name) {
 }
 
 async function useTexts() {
+  areTextsNew = false;
   const texts = { profile: byId("profile").value, cluster: byId("cluster").value };
   Object.assign(state, { example: "", files: await keep(texts) });
   byId("example").value = "";
@@ -89,8 +91,11 @@ function described(name) {
 
 function compareSoon() {
   clearTimeout(timer);
-  writeState(state, DEFAULTS);
-  timer = setTimeout(compareNow, MILLISECONDS_BEFORE_COMPARING);
+  timer = setTimeout(async () => {
+    if (areTextsNew) await useTexts();
+    writeState(state, DEFAULTS);
+    await compareNow();
+  }, MILLISECONDS_BEFORE_COMPARING);
 }
 
 async function compareNow() {
@@ -183,13 +188,17 @@ function sort(column) {
   byId("table").querySelectorAll("th button")[column].focus();
 }
 
+function changeTexts() {
+  areTextsNew = true;
+  compareSoon();
+}
+
 async function readFile(event, name) {
   const [file] = event.target.files;
   if (!file) return;
   byId(name).value = await file.text();
   event.target.value = ""; // so that the same file can be chosen again
-  await useTexts();
-  compareSoon();
+  changeTexts();
 }
 
 function listen() {
@@ -199,7 +208,7 @@ function listen() {
   }
   for (const name of ["profile", "cluster"]) {
     byId(`${name}-file`).addEventListener("change", (event) => readFile(event, name));
-    byId(name).addEventListener("input", async () => { await useTexts(); compareSoon(); });
+    byId(name).addEventListener("input", changeTexts);
   }
   byId("load").addEventListener("click", () => {
     const name = byId("example").value || FIRST_EXAMPLE;
@@ -226,14 +235,21 @@ function listen() {
   });
 }
 
+/** Load texts and compare; inputs wait, so that what is loaded replaces nothing typed meanwhile. */
 async function start(load) {
+  enable(false);
   try {
     await load();
     writeState(state, DEFAULTS);
-    await compareNow();
+    compareNow();
   } catch (problem) {
     byId("error").textContent = problem.message;
   }
+  enable(true);
+}
+
+function enable(isEnabled) {
+  for (const fields of document.querySelectorAll("fieldset")) fields.disabled = !isEnabled;
 }
 
 async function restore() {
