@@ -13,10 +13,12 @@ import pytest
 from tests.runs.folders import line, timeline, write_run
 
 from stageline.runs.findings.findings import findings
+from stageline.runs.pages.markdown import markdown
+from stageline.runs.pages.page import run_page
 from stageline.runs.read import list_runs, read_run
 from stageline.runs.records import METRICS, RUN, TIMELINE, PlannedCosts
 
-HOSTILE = [
+HOSTILE: list[Any] = [
     *(None, True, "", "x" * 10_000, "<script>", "\u202e\0\x1b[2J", [], {}, [[[]]], {"a": {}}),
     *(0, -1, 1, 2, 7, 10**9, 10**30, 0.0, -0.5, 1e-320, 1e-70, 1e12, 1e59, 1e308, 0.1),
     *(math.nan, math.inf, -math.inf),
@@ -46,7 +48,8 @@ def damaged(value: Any, draw: Random) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    costs = dict.fromkeys(("forward", "input_grad", "weight_grad"), (0.001, 0.002))
+    times: tuple[float, ...] = (0.001, 0.002)
+    costs = dict.fromkeys(("forward", "input_grad", "weight_grad"), times)
     plan = PlannedCosts("1f1b", 0.03, costs, (1.0, 1.0))
     measured = timeline(2, 4, forward=(1.0, 2.0))
     types: dict[str, Any] = {"layer_types": ("Block",) * 2, "options": {"seed": "1"}}
@@ -59,12 +62,15 @@ def test_damaged_values_are_answered_or_noted(name: str, folder: Path) -> None:
     path, draw = folder / name, Random(name)
     whole = path.read_text()
     read = 0
-    for _ in range(400):
-        lines = [json.dumps(damaged(json.loads(text), draw)) for text in whole.splitlines()]
-        path.write_text("\n".join(lines) + "\n")
+    for number in range(60):
+        *lines, last = whole.splitlines()
+        path.write_text("\n".join([*lines, json.dumps(damaged(json.loads(last), draw)), ""]))
         run = read_run(folder)
         read += not run.notes
         assert all(finding.gain is None or finding.gain <= 100 for finding in findings(run))
         assert list_runs(folder)
+        if number % 10 == 0:
+            assert run_page(run).endswith("</html>\n")
+            assert markdown([run, run])
     path.write_text(whole)
-    assert 0 < read < 400
+    assert 0 < read < 60

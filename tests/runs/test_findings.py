@@ -147,6 +147,23 @@ def test_slow_messages_are_found_with_the_gain_of_free_ones(tmp_path: Path) -> N
     assert finding.gain == pytest.approx(100 * (1 - free.makespan / measured.makespan))
 
 
+def test_actions_that_take_longer_at_times_are_found(tmp_path: Path) -> None:
+    usual = timeline(2, 8, **times(1.0, 1.0))
+    late = [
+        tuple(
+            span._replace(
+                start=span.start + 30 * (span.start >= 9), end=span.end + 30 * (span.end > 9)
+            )
+            for span in row
+        )
+        for row in usual.spans
+    ]  # whatever ran at 9 ms took 30 ms more
+    measured = replace(usual, spans=tuple(late), idle=())
+    finding = found(tmp_path, measured)["varying times"]
+    assert f"a recorded step takes {measured.makespan:g} ms, and 27 ms if each" in finding.measured
+    assert finding.gain == pytest.approx(100 * (1 - 27 / measured.makespan))
+
+
 def test_waiting_for_the_loader_and_for_checkpoints_is_found(tmp_path: Path) -> None:
     parts = {"data_seconds": [0.02, 0.03], "save_seconds": [0.01, 0.0]}
     lines = [line(100, step_seconds=0.1, **parts)]

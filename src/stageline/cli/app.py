@@ -22,6 +22,7 @@ from stageline.cli.models.show import show
 from stageline.cli.models.verify import verify
 from stageline.cli.options import FAMILY_LIST
 from stageline.cli.plan import plan
+from stageline.cli.report import report
 from stageline.cli.run import run
 from stageline.cli.simulate import simulate
 from stageline.cli.studio import studio
@@ -67,6 +68,7 @@ app.command(cls=Command)(links)
 app.command(cls=Command)(plan)
 app.command(cls=Command, epilog=FAMILY_LIST)(verify)
 app.command(cls=Command, context_settings=SCRIPT_ARGUMENTS)(run)
+app.command(cls=Command)(report)
 app.command(cls=Command)(studio)
 
 

@@ -217,7 +217,9 @@ def as_json(value: object) -> bytes:
 def replace_file(path: Path, contents: bytes) -> None:
     """Write a file such that readers see the old contents or the new, and nothing in between."""
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_bytes(contents)
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # not through a link that somebody put there
+        file.write(contents)
     temporary.replace(path)
 
 

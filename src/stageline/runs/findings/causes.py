@@ -20,6 +20,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 
 LEAST_SLOWNESS = 1.2  # of a rank: medians of the same work differ by some percent
+LEAST_VARIATION = 0.1  # of a step: the simulation of a quiet one is off by some percent
 MOST_WORK = 20_000  # actions of a schedule that is tried: simulated in 0.1 s
 WORTH_DOUBLING = 3.0  # percent that twice as many micro-batches have to bring again
 # searched for seconds, or never a choice of its own
@@ -126,6 +127,20 @@ def slow_messages(step: MeasuredStep) -> Iterator[Finding]:
             "send less: cut where activations are small, use bfloat16, fewer stages per rank, or "
             "faster links; this is the gain if messages took no time",
             step.gain(step.time_of(step.schedule, step.stages, transfers=free)),
+        )
+
+
+def varying_times(step: MeasuredStep) -> Iterator[Finding]:
+    """Find actions that take much longer at times than usually, for which other ranks wait."""
+    if step.makespan * (1 - LEAST_VARIATION) > step.simulated:
+        share = step.makespan / (step.makespan + step.between)
+        yield Finding(
+            "varying times",
+            f"a recorded step takes {number(step.makespan)} ms, and {number(step.simulated)} ms if "
+            "each action takes its median time",
+            "look for what takes the cores at times: other programs, workers of the loader, more "
+            "threads than cores",
+            100 * share * (1 - step.simulated / step.makespan),
         )
 
 

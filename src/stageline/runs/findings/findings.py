@@ -8,6 +8,7 @@ from stageline.runs.findings.causes import (
     slow_messages,
     slow_rank,
     uneven_stages,
+    varying_times,
     waiting_for_checkpoints,
     waiting_for_data,
 )
@@ -21,6 +22,7 @@ CAUSES = (
     few_microbatches,
     another_schedule,
     slow_messages,
+    varying_times,
     waiting_for_checkpoints,
     waiting_for_data,
 )
@@ -61,9 +63,9 @@ def _shared_cores(run: Run) -> list[Finding]:
     return [
         Finding(
             "more threads than cores",
-            f"{made.num_ranks} ranks with {machine.num_threads} threads each share "
-            f"{machine.num_cores} cores, so the times of actions include waiting for a core",
-            "use fewer ranks, or torch.set_num_threads(1); the gains below are less than they say",
+            f"{made.num_ranks} ranks use {needed} threads on {machine.num_cores} cores, so the "
+            "times of actions include waiting for a core",
+            "expect less than the gains say, or use fewer ranks or torch.set_num_threads(1)",
             None,
         )
     ]

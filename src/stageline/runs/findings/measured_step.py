@@ -36,6 +36,7 @@ class MeasuredStep:
     configuration: Configuration
     metrics: Metrics | None  # of the last report
     timeline: Timeline  # the latest recorded step
+    makespan: float  # of the step
     stages: tuple[Times, ...]  # of a micro-batch on each stage
     transfers: tuple[float, ...]  # from the end of a stage's action to the start of the next one
     overheads: tuple[float, ...]  # of each stage, between two actions, for work on the host
@@ -50,6 +51,7 @@ class MeasuredStep:
             run.configuration,
             run.metrics[-1] if run.metrics else None,
             latest,
+            median(timeline.makespan for timeline in run.measured),
             tuple(_stage_times(run.measured)),
             tuple(_transfers(run.measured)),
             tuple(_overheads(latest)),
@@ -94,7 +96,7 @@ class MeasuredStep:
         """Return by how many percent a step gets shorter if the simulation takes this long."""
         if not self.simulated:
             return 0.0
-        share = self.timeline.makespan / (self.timeline.makespan + self.between)
+        share = self.makespan / (self.makespan + self.between)
         return 100 * share * (1 - milliseconds / self.simulated)
 
     def time_of(
