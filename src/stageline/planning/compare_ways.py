@@ -60,10 +60,16 @@ def compare_ways(
     search = PlanSearch(request, schedules, progress)
     found = search.run()
     best = found[0] if found else None
-    known = {_identity(each.candidate) for each in found}
+    # the faster of two orders of one schedule, by its rule and searched for, comes last and stays
+    exact = {_identity(each.candidate): each for each in reversed(found)}
+    others = (each for each in search.candidates if _identity(each) not in exact)
     losers = [
-        *(_way(each, Precision.SIMULATED, 0.0, best) for each in found[1:]),
-        *_estimated_ways(search, (c for c in search.candidates if _identity(c) not in known), best),
+        *(
+            _way(each, Precision.SIMULATED, 0.0, best)
+            for each in exact.values()
+            if each is not best
+        ),
+        *_estimated_ways(search, others, best),
     ]
     ways = sorted(losers, key=lambda way: way.option.seconds)
     if best is None:

@@ -51,7 +51,14 @@ def plan(
     for name in schedules:
         family_of(name)  # raises if it is unknown
     request = PlanRequest(profile, cluster, batch_size, optimizer, num_ranks, recompute)
-    search = PlanSearch(request, schedules, progress or _ignore_progress)
+    return find_plan(request, schedules, progress or _ignore_progress)
+
+
+def find_plan(
+    request: PlanRequest, schedules: Sequence[str], progress: Callable[[int, str], None]
+) -> Plan:
+    """Return the fastest plan for a request; raise `PlanError` if nothing fits."""
+    search = PlanSearch(request, schedules, progress)
     found = search.run()
     if not found:
         raise PlanError(why_nothing_fits(request, schedules, search))

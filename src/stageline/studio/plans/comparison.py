@@ -5,12 +5,14 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from stageline.errors import PlanError
 from stageline.limits import MOST_SAMPLES
 from stageline.planning.cluster.cluster import Cluster
 from stageline.planning.compare_ways import Way, WaysToTrain, compare_ways
+from stageline.planning.plan import find_plan
+from stageline.planning.plan_result import Plan
 from stageline.planning.profiling.profile_result import Profile
 from stageline.planning.search.candidate_schedules import DEFAULT_SCHEDULES
 from stageline.planning.search.search import ReportProgress
@@ -82,6 +84,12 @@ def compared(request: PlanRequest, schedules: tuple[str, ...], progress: ReportP
         "has_best": comparison.has_best,
         **_shown_ways(comparison),
     }
+
+
+def planned(request: PlanRequest, schedules: tuple[str, ...], progress: ReportProgress) -> Any:
+    """Search, and return the best as the text of a file that `sl.Plan.load` reads."""
+    plan = find_plan(request, schedules, progress)
+    return {"file": TypeAdapter(Plan).dump_json(plan, indent=1).decode()}
 
 
 def _layers(profile: Profile) -> Any:

@@ -13,7 +13,7 @@ from stageline.arguments import shown
 from stageline.errors import PlanError
 from stageline.planning.cluster.cluster import Cluster
 from stageline.planning.profiling.profile_result import Profile
-from stageline.studio.plans.comparison import ComparisonRequest, compared
+from stageline.studio.plans.comparison import ComparisonRequest, compared, planned
 from stageline.studio.plans.examples import EXAMPLES
 from stageline.studio.plans.searching import streamed
 from stageline.studio.requests import StudioRequest, post_route
@@ -30,6 +30,7 @@ def plan_routes() -> list[Route]:
     return [
         post_route("/api/plans/example", ExampleRequest, _example),
         post_route("/api/plans/compare", ComparisonRequest, _compare),
+        post_route("/api/plans/save", ComparisonRequest, _save),
     ]
 
 
@@ -50,3 +51,7 @@ def _example(request: ExampleRequest) -> Any:
 
 def _compare(request: ComparisonRequest) -> Response:
     return streamed(partial(compared, request.to_plan_request(), request.schedules))
+
+
+def _save(request: ComparisonRequest) -> Response:
+    return streamed(partial(planned, request.to_plan_request(), request.schedules))

@@ -20,17 +20,22 @@ export async function keep(texts) {
   const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text));
   const bytes = [...new Uint8Array(digest, 0, 8)];
   const name = bytes.map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  try {
-    for (const key of Object.keys(sessionStorage)) if (key.startsWith(KEY)) sessionStorage.removeItem(key);
-    sessionStorage.setItem(KEY + name, text);
-  } catch {
-    return "";
-  }
-  return name;
+  if (store(KEY + name, text)) return name;
+  for (const key of Object.keys(sessionStorage)) if (key.startsWith(KEY)) sessionStorage.removeItem(key);
+  return store(KEY + name, text) ? name : ""; // without the earlier ones there may be room
 }
 
 /** Return the texts that this tab keeps under a name, or null. */
 export function kept(name) {
   const text = sessionStorage.getItem(KEY + name);
   return text && JSON.parse(text);
+}
+
+function store(key, text) {
+  try {
+    sessionStorage.setItem(key, text);
+    return true;
+  } catch {
+    return false;
+  }
 }

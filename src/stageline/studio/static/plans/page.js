@@ -3,10 +3,10 @@
 import { readState, writeState } from "../shared/address.js";
 import { byId, element } from "../shared/elements.js";
 import { counted, formatBytes, formatSeconds } from "../shared/units.js";
-import { compare } from "./compare.js";
 import { keep, kept, listExamples, readExample } from "./inputs.js";
 import { drawLayers } from "./layers.js";
 import { drawScatter, markChosen } from "./scatter.js";
+import { search } from "./search.js";
 import { showTable } from "./table.js";
 import { showWay } from "./ways.js";
 
@@ -26,6 +26,7 @@ const state = readState(DEFAULTS);
 let result = null;
 let running = null; // the AbortController of the comparison that runs
 let timer = 0;
+let areTextsNew = false; // and not kept yet
 
 function showKnobs() {
   for (const name of KNOBS) byId(name).value = state[name];
@@ -63,6 +64,7 @@ async function loadExample(name) {
 }
 
 async function useTexts() {
+  areTextsNew = false;
   const texts = { profile: byId("profile").value, cluster: byId("cluster").value };
   Object.assign(state, { example: "", files: await keep(texts) });
   byId("example").value = "";
@@ -89,29 +91,48 @@ function described(name) {
 
 function compareSoon() {
   clearTimeout(timer);
-  writeState(state, DEFAULTS);
-  timer = setTimeout(compareNow, MILLISECONDS_BEFORE_COMPARING);
+  timer = setTimeout(async () => {
+    if (areTextsNew) await useTexts();
+    writeState(state, DEFAULTS);
+    await compareNow();
+  }, MILLISECONDS_BEFORE_COMPARING);
 }
 
 async function compareNow() {
-  running?.abort();
   clearTimeout(timer);
+  await run("compare", (found) => {
+    result = found;
+    byId("error").textContent = "";
+    byId("progress").textContent = `${counted(result.num_ways, "way")} in ${formatSeconds(result.seconds, 2)}`;
+    showResult();
+  }, () => byId("result").classList.add("outdated"));
+}
+
+async function savePlan() {
+  await run("save", ({ file }) => {
+    byId("progress").textContent = "plan.json was saved";
+    const address = URL.createObjectURL(new Blob([file], { type: "application/json" }));
+    element("a", { href: address, download: "plan.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+  });
+}
+
+/** Run a search of a kind and use its result; it replaces the one that runs. */
+async function run(kind, use, fail = () => {}) {
+  running?.abort();
   const mine = new AbortController();
   running = mine;
   const delay = setTimeout(() => { byId("cancel").hidden = false; }, MILLISECONDS_BEFORE_PROGRESS);
   const say = (text) => { if (!byId("cancel").hidden) byId("progress").textContent = `planning: ${text}`; };
   document.body.setAttribute("aria-busy", "true");
   try {
-    result = await compare(fields(), say, mine.signal);
-    byId("error").textContent = "";
-    byId("progress").textContent = `${counted(result.num_ways, "way")} in ${formatSeconds(result.seconds, 2)}`;
-    showResult();
+    use(await search(kind, fields(), say, mine.signal));
   } catch (problem) {
-    if (running !== mine) return; // a later comparison has begun
+    if (running !== mine) return; // a later search has begun
     const isCancelled = problem.name === "AbortError";
     byId("progress").textContent = isCancelled ? "cancelled" : "";
     byId("error").textContent = isCancelled ? "" : problem.message;
-    byId("result").classList.add("outdated");
+    fail();
   } finally {
     clearTimeout(delay);
     if (running === mine) {
@@ -126,6 +147,7 @@ function showResult() {
   byId("result").classList.remove("outdated");
   const { ways, num_ways: total, message, layers, cluster } = result;
   byId("error").textContent = message;
+  byId("save").disabled = !result.has_best;
   const omitted = total > ways.length ? `, of which the first ${ways.length.toLocaleString("en")} are shown` : "";
   const bounds = ways.filter((way) => way.fits === null).length;
   const hidden = bounds ? `; ${counted(bounds, "way")} would take long to simulate and are only in the table` : "";
@@ -166,13 +188,17 @@ function sort(column) {
   byId("table").querySelectorAll("th button")[column].focus();
 }
 
+function changeTexts() {
+  areTextsNew = true;
+  compareSoon();
+}
+
 async function readFile(event, name) {
   const [file] = event.target.files;
   if (!file) return;
   byId(name).value = await file.text();
   event.target.value = ""; // so that the same file can be chosen again
-  await useTexts();
-  compareSoon();
+  changeTexts();
 }
 
 function listen() {
@@ -182,7 +208,7 @@ function listen() {
   }
   for (const name of ["profile", "cluster"]) {
     byId(`${name}-file`).addEventListener("change", (event) => readFile(event, name));
-    byId(name).addEventListener("input", async () => { await useTexts(); compareSoon(); });
+    byId(name).addEventListener("input", changeTexts);
   }
   byId("load").addEventListener("click", () => {
     const name = byId("example").value || FIRST_EXAMPLE;
@@ -194,6 +220,7 @@ function listen() {
     showKnobs();
     compareSoon();
   });
+  byId("save").addEventListener("click", savePlan);
   byId("cancel").addEventListener("click", () => running.abort());
   byId("cost").addEventListener("change", () => {
     state.cost = byId("cost").value;
@@ -208,14 +235,21 @@ function listen() {
   });
 }
 
+/** Load texts and compare; inputs wait, so that what is loaded replaces nothing typed meanwhile. */
 async function start(load) {
+  enable(false);
   try {
     await load();
     writeState(state, DEFAULTS);
-    await compareNow();
+    compareNow();
   } catch (problem) {
     byId("error").textContent = problem.message;
   }
+  enable(true);
+}
+
+function enable(isEnabled) {
+  for (const fields of document.querySelectorAll("fieldset")) fields.disabled = !isEnabled;
 }
 
 async function restore() {

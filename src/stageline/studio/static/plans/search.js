@@ -1,10 +1,10 @@
-// Ask the studio to compare all ways, and read its progress line by line.
+// Ask the studio to search, and read its progress line by line.
 
 import { post, StudioError } from "../shared/requests.js";
 
-/** Return the comparison; `progress` is called with words while it is made. */
-export async function compare(fields, progress, signal) {
-  const response = await post("api/plans/compare", fields, signal);
+/** Return the result of a search: "compare" or "save"; `progress` is called with words meanwhile. */
+export async function search(kind, fields, progress, signal) {
+  const response = await post(`api/plans/${kind}`, fields, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
