@@ -26,7 +26,7 @@ from stageline.studio.schedules.timing import HeldMemory, TimedActions, held_mem
 
 ALIGNMENT = 8  # bytes: JavaScript refuses a Float64Array at another place
 TYPES = {"starts": "<f8", "ends": "<f8", "during": "<f4", "after": "<f4", "waitsFor": "<i4"}
-TYPES |= {"microbatches": "<i4", "stages": "<u2", "kinds": "u1", "neverRun": "u1"}
+TYPES |= {"microbatches": "<i4", "stages": "<u2", "kindOf": "u1", "neverRun": "u1"}
 
 
 def pictures(
@@ -73,7 +73,7 @@ def _picture(
         "waitsFor": actions.waits_for,
         "microbatches": actions.microbatches,
         "stages": actions.stages,
-        "kinds": actions.kinds,
+        "kindOf": actions.kinds,
         "neverRun": work.never_run,
     }
     header = {
@@ -96,6 +96,7 @@ def _measures(work: TimedActions, memory: HeldMemory) -> dict[str, Any]:
     """Return what `Timeline` measures; nothing about the times of an order with a deadlock."""
     found: dict[str, Any] = {"end": work.makespan, "peakMemory": memory.peaks}
     found |= {"peakActivations": memory.peak_activations, "busy": work.busy}
+    found["heldAtStart"] = work.costs.static(work.actions.schedule.placement)
     if work.never_run.any():
         return found
     schedule = work.actions.schedule

@@ -11,9 +11,18 @@ from starlette.routing import BaseRoute, Route
 
 from stageline.schedules.families.registry import FAMILIES
 from stageline.studio.requests import StudioRequest, post_route
-from stageline.studio.schedules.fields import MOST_SCHEDULES, MemoryLimit, ScheduleFields
+from stageline.studio.schedules.fields import (
+    MOST_SCHEDULES,
+    MemoryLimit,
+    ScheduleFields,
+    SearchFields,
+)
 from stageline.studio.schedules.orders import OrderStore
 from stageline.studio.schedules.picture import pictures
+from stageline.studio.schedules.save import SaveRequest, saved
+from stageline.studio.schedules.search import search_response
+
+SEARCHED_FAMILIES = ("zb_1p", "zb_2p")  # depend on the costs: the page finds them by a search
 
 
 class PicturesRequest(StudioRequest):
@@ -35,18 +44,18 @@ def schedule_routes() -> list[BaseRoute]:
     return [
         Route("/api/schedules/families", _families),
         post_route("/api/schedules/pictures", PicturesRequest, show),
+        post_route("/api/schedules/save", SaveRequest, lambda fields: saved(orders, fields)),
+        post_route(
+            "/api/schedules/search", SearchFields, lambda fields: search_response(orders, fields)
+        ),
     ]
 
 
 def _families(_: Request) -> Response:
     return JSONResponse(
         [
-            {
-                "name": name,
-                "summary": family.summary,
-                "isSynchronous": family.is_synchronous,
-                "hasChunks": "chunks_per_rank" in family.options,
-            }
+            {"name": name, "summary": family.summary}
             for name, family in FAMILIES.items()
+            if name not in SEARCHED_FAMILIES
         ]
     )
