@@ -1,7 +1,7 @@
 // A schedule on the page: its heading, its buttons, the checker's verdict and its picture.
 
 import { element } from "../shared/elements.js";
-import { percent, shortNumber } from "../shared/numbers.js";
+import { percent, shortNumber, signedPercent } from "../shared/numbers.js";
 import { Picture } from "./picture.js";
 import { saveButtons } from "./save.js";
 
@@ -51,7 +51,7 @@ function legalEdit({ makespanBefore }, makespan) {
   const change = makespanBefore ? makespan / makespanBefore - 1 : 0;
   const compared = makespanBefore
     ? ` was ${shortNumber(makespanBefore)}, is ${shortNumber(makespan)} ` +
-      `(${change > 0 ? "+" : ""}${percent(change)})`
+      `(${signedPercent(change)})`
     : ` is ${shortNumber(makespan)}`;
   return `The checker finds nothing wrong with this order. The makespan${compared}.`;
 }

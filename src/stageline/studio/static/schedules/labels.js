@@ -32,7 +32,7 @@ export function drawAxis(context, layout, colours) {
 
 /** Draw the names of actions that are wide enough, such as F3. */
 export function drawNames(context, timeline, layout) {
-  const size = Math.min(12, 0.68 * layout.lane);
+  const size = Math.min(12, 0.75 * layout.lane);
   if (size < LEAST_FONT) return;
   context.font = `${size}px ${FONT}`;
   context.textAlign = "center";

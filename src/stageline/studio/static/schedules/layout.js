@@ -6,7 +6,7 @@ const GUTTER = 34; // left of the lanes, for the numbers of the ranks
 const RIGHT = 10;
 const AXIS = 24;
 const LANES_HEIGHT = 560; // shared by the ranks, within the limits of the pitch
-const MIN_PITCH = 18;
+const MIN_PITCH = 20;
 const MAX_PITCH = 56;
 
 /** Return the sizes of a picture of this width. */

@@ -16,9 +16,18 @@ export function fillLegend(list, timelines) {
     return element("li", {}, ...swatches, ` ${kindInWords(kind)}`);
   });
   if (good.some(({ verdict }) => verdict)) items.push(element("li", {}, "pale: never runs"));
-  const memory = swatch("", "", "", "");
-  memory.classList.add("memory");
-  list.replaceChildren(...items, element("li", {}, memory, " memory of the rank"));
+  items.push(element("li", {}, sample("memory"), " memory of the rank"));
+  if (good.some(({ limits }) => limits)) {
+    items.push(element("li", {}, sample("over"), " above the limit"));
+  }
+  if (good.some(({ lowerBound }) => lowerBound)) {
+    items.push(element("li", {}, sample("bound"), " lower bound of the makespan"));
+  }
+  list.replaceChildren(...items);
+}
+
+function sample(name) {
+  return element("span", { className: `swatch ${name}` });
 }
 
 function swatch(colour, ink, letter, title) {

@@ -1,7 +1,7 @@
 // What is drawn above a picture: paths, dependencies, the selected action, the time, a moved action.
 
 import { laneTop, xOf } from "./layout.js";
-import { NOTHING, dependentsOf, pathTo, rankOf } from "./timeline.js";
+import { NOTHING, actionAt, dependentsOf, pathTo, rankOf } from "./timeline.js";
 
 /** Draw the marks of a picture; each of `marks` may be null, or `NOTHING` for an action. */
 export function drawMarks(context, timeline, layout, colours, marks) {
@@ -9,7 +9,8 @@ export function drawMarks(context, timeline, layout, colours, marks) {
   context.beginPath();
   context.rect(layout.gutter, 0, layout.width - layout.gutter, layout.height);
   context.clip();
-  if (marks.time !== null) drawTime(context, layout, colours, marks.time);
+  if (timeline.lowerBound) drawBound(context, layout, colours, timeline.lowerBound);
+  if (marks.time !== null) drawTime(context, timeline, layout, colours, marks.time);
   if (marks.pathTo !== NOTHING) drawPath(context, timeline, layout, colours, marks.pathTo);
   if (marks.selected !== NOTHING) {
     if (marks.showsDependencies) {
@@ -21,7 +22,24 @@ export function drawMarks(context, timeline, layout, colours, marks) {
   context.restore();
 }
 
-function drawTime(context, layout, colours, time) {
+/** Draw a dashed line at the lower bound of the makespan. */
+function drawBound(context, layout, colours, bound) {
+  context.strokeStyle = colours.text;
+  context.lineWidth = 1;
+  context.setLineDash([4, 3]);
+  context.beginPath();
+  context.moveTo(xOf(layout, bound), layout.axis - 6);
+  context.lineTo(xOf(layout, bound), layout.height);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+/** Draw a line at a time, and outline what runs then. */
+function drawTime(context, timeline, layout, colours, time) {
+  for (let rank = 0; rank < layout.ranks; rank += 1) {
+    const action = actionAt(timeline, rank, time);
+    if (action !== NOTHING) outline(context, timeline, layout, action, colours.accent, 2.5);
+  }
   context.fillStyle = colours.accent;
   context.fillRect(xOf(layout, time) - 0.75, layout.axis - 8, 1.5, layout.height);
 }

@@ -2,12 +2,12 @@
 
 import { element } from "../shared/elements.js";
 import { drawAxis, drawNames } from "./labels.js";
-import { layoutOf, laneTop } from "./layout.js";
+import { layoutOf } from "./layout.js";
 import { drawMarks } from "./marks.js";
 import { rasterOf } from "./raster.js";
-import { nameOf, numRanks } from "./timeline.js";
+import { numRanks } from "./timeline.js";
 
-/** A picture on the page. State: its timeline, and the layout that it was drawn with. */
+/** A picture on the page. State: its timeline, the layout and the pixels of the last drawing. */
 export class Picture {
   constructor(title, help) {
     this.lanes = element("canvas", { className: "lanes", aria: { hidden: "true" } });
@@ -19,6 +19,7 @@ export class Picture {
     this.title = title;
     this.timeline = null;
     this.layout = null;
+    this.image = null;
   }
 
   /** Return whether any of the picture is on the screen. */
@@ -36,10 +37,11 @@ export class Picture {
     this.frame.style.height = `${layout.height}px`;
     const context = sized(this.lanes, layout, ratio);
     this.lanes.dataset.text = colours.text;
-    const image = rasterOf(timeline, layout, ratio, colours.pixels, mostHeld);
+    this.image = rasterOf(timeline, layout, ratio, colours.pixels, mostHeld, this.image);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, this.lanes.width, this.lanes.height);
-    context.putImageData(image, Math.round(layout.gutter * ratio), Math.round(layout.axis * ratio));
+    const [left, top] = [layout.gutter, layout.axis].map((each) => Math.round(each * ratio));
+    context.putImageData(this.image, left, top);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawAxis(context, layout, colours);
     drawNames(context, timeline, layout);
@@ -61,20 +63,6 @@ export class Picture {
   describe() {
     return `Timeline of ${this.title}: ${numRanks(this.timeline)} ranks from top to bottom, ` +
       "time from left to right. Arrow keys select an action.";
-  }
-
-  /** Return where an action is on the page, as a rectangle in the window's coordinates. */
-  placeOf(action, rank) {
-    const { left, top } = this.marks.getBoundingClientRect();
-    const { starts, ends } = this.timeline;
-    const { gutter, from, scale, lane } = this.layout;
-    return {
-      name: nameOf(this.timeline, action),
-      x: left + gutter + (starts[action] - from) * scale,
-      y: top + laneTop(this.layout, rank),
-      width: (ends[action] - starts[action]) * scale,
-      height: lane,
-    };
   }
 }
 

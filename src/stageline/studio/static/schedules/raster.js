@@ -12,12 +12,15 @@ const OPAQUE = 0xff000000;
 /**
  * Return the pixels of all lanes with their memory, from the end of the gutter to the right.
  *
+ * They are put into `before`, an earlier result, if it has the same size: to allocate and collect
+ * 15 MB in every frame, as a screen of double resolution needs, costs frames.
  * `colours` has the page's colours as [red, green, blue], `mostHeld` the memory of a full height.
  */
-export function rasterOf(timeline, layout, ratio, colours, mostHeld) {
+export function rasterOf(timeline, layout, ratio, colours, mostHeld, before = null) {
   const width = Math.max(1, Math.round(layout.lanesWidth * ratio));
   const height = Math.max(1, Math.round(layout.ranks * layout.pitch * ratio));
-  const image = new ImageData(width, height);
+  const isReused = before && before.width === width && before.height === height;
+  const image = isReused ? before : new ImageData(width, height);
   const pixels = new Uint32Array(image.data.buffer);
   pixels.fill(packed(colours.page));
   const sums = new Float32Array(4 * width); // red, green, blue and the covered share

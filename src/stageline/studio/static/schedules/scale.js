@@ -5,7 +5,8 @@ const TICK_STEPS = [1, 2, 5, 10];
 
 /** Return the visible times: those of the view, or everything. */
 export function visibleTimes(view, end) {
-  return view ?? { from: 0, to: end > 0 ? end : 1 };
+  if (view && view.from < end) return view;
+  return { from: 0, to: end > 0 ? end : 1 };
 }
 
 /** Return a view that shows `factor` times as much around a time; null if that is everything. */

@@ -4,10 +4,11 @@ import { byId, element } from "../shared/elements.js";
 import { knob } from "./knobs.js";
 import { SEARCHED } from "./state.js";
 
+const MOST_SHOWN = 8; // schedules, which is also the server's limit
 const SIZES = [
   { id: "p", label: "Ranks", min: 1, max: 64 },
   { id: "m", label: "Micro-batches", min: 1, max: 256, hint: "in a mini-batch, up to 1024" },
-  { id: "chunks", label: "Stages on a rank", min: 1, max: 8,
+  { id: "chunks", label: "Stages on rank", min: 1, max: 8,
     hint: "for interleaved_1f1b, looped_bfs and hanayo" },
   { id: "minibatches", label: "Mini-batches", min: 1, max: 16,
     hint: "in a row without a barrier, with optimizer steps" },
@@ -16,6 +17,7 @@ const SIZES = [
 /** Fill the knobs for sizes; a searched schedule is for the sizes of its search. */
 export function sizeKnobs(state, onChange) {
   const knobs = SIZES.map((size) => knob({ ...size, step: 1, isWhole: true }, (value) => {
+    if (size.id === "p") resizeCosts(state.costs, state.p, value);
     state[size.id] = value;
     for (const shown of state.shown) shown.moves = [];
     if (size.id === "p" || size.id === "m") removeSearched(state);
@@ -32,7 +34,7 @@ export function familyList(families, state, onChange) {
   const box = (name, summary) => {
     const input = element("input", { type: "checkbox", value: name });
     input.addEventListener("change", () => {
-      state.shown = state.shown.filter((each) => each.name !== name);
+      state.shown = state.shown.filter((each) => each.name !== name && names.includes(each.name));
       if (input.checked) state.shown.push({ name, moves: [] });
       state.shown.sort((a, b) => names.indexOf(a.name) - names.indexOf(b.name));
       onChange();
@@ -46,9 +48,18 @@ export function familyList(families, state, onChange) {
   return () => {
     for (const input of byId("families").querySelectorAll("input")) {
       input.checked = state.shown.some(({ name }) => name === input.value);
-      if (input.value === SEARCHED) input.disabled = !state.search;
+      const isFull = !input.checked && state.shown.length >= MOST_SHOWN;
+      input.disabled = isFull || (input.value === SEARCHED && !state.search);
     }
   };
+}
+
+/** Give costs for each of the ranks' parts as many values as there will be ranks. */
+function resizeCosts(costs, before, after) {
+  for (const [name, values] of Object.entries(costs)) {
+    if (!Array.isArray(values) || values.length !== before) continue;
+    costs[name] = Array.from({ length: after }, (_, part) => values[part] ?? values.at(-1));
+  }
 }
 
 function removeSearched(state) {

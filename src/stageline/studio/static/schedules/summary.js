@@ -1,7 +1,7 @@
 // The measures of all timelines as tables, for those who compare, and those who do not see pictures.
 
 import { element } from "../shared/elements.js";
-import { percent, shortNumber } from "../shared/numbers.js";
+import { percent, shortNumber, signedPercent } from "../shared/numbers.js";
 import { numRanks } from "./timeline.js";
 
 const COLUMNS = [
@@ -48,7 +48,7 @@ function measures(timeline, first) {
   const change = timeline.makespan / first.makespan - 1;
   return [
     shortNumber(timeline.makespan),
-    timeline === first ? "" : `${change > 0 ? "+" : ""}${percent(change)}`,
+    timeline === first ? "" : signedPercent(change),
     shortNumber(timeline.lowerBound),
     percent(timeline.stepBubble),
     percent(timeline.spanBubble),

@@ -59,6 +59,7 @@ export function previousOf(timeline, action) {
  * An action starts when the previous one on its rank ends, or else when what it needs arrives.
  */
 export function pathTo(timeline, action) {
+  if (timeline.neverRun[action]) return [action]; // it waits in a circle
   const path = [];
   for (let at = action; at !== NOTHING;) {
     path.push(at);

@@ -17,6 +17,12 @@ export function percent(share) {
   return `${(100 * share).toFixed(1)} %`;
 }
 
+/** Return a change in percent, with its sign. */
+export function signedPercent(change) {
+  const sign = change > 0 ? "+" : change < 0 ? "−" : "";
+  return sign + percent(Math.abs(change));
+}
+
 function fourDigits(value) {
   return String(Number(value.toPrecision(4)));
 }
