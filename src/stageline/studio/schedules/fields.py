@@ -15,6 +15,8 @@ from stageline.studio.requests import StudioRequest
 # A picture of more would not be legible, nor drawn in time.
 MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_MINIBATCHES = 64, 1024, 8, 64
 MOST_ACTIONS = 400_000  # of one schedule
+MOST_STREAM_ACTIONS = 30_000  # with optimizer steps: 0.2 ms each when they are first shown
+SEARCHED_FAMILIES = ("zb_1p", "zb_2p")  # depend on the costs: the page finds them by a search
 MOST_SCHEDULES = 8
 MOST_MOVES = 200
 MOST_SECONDS = 60.0  # of one search
@@ -70,6 +72,8 @@ class ScheduleFields(StudioRequest):
         A single mini-batch of a synchronous schedule needs no optimizer steps.
         """
         family = family_of(self.family)
+        if self.family in SEARCHED_FAMILIES:
+            raise ScheduleError(f"{self.family} depends on the costs: search for it")
         given = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
         if self.chunks_per_rank is not None and "chunks_per_rank" in family.options:
             given["chunks_per_rank"] = self.chunks_per_rank
@@ -81,11 +85,14 @@ class ScheduleFields(StudioRequest):
     def _check_actions(self, family: ScheduleFamily, chunks: int) -> None:
         least = 2 * self.num_ranks if family.is_filled_by_slots else 1
         places = self.num_ranks * chunks * max(least, self.num_microbatches) * self.num_minibatches
-        if places * SLOTS > MOST_ACTIONS:
+        is_stream = self.num_minibatches > 1 or not family.is_synchronous
+        most = MOST_STREAM_ACTIONS if is_stream else MOST_ACTIONS
+        if places * SLOTS > most:
+            count = f"{self.num_minibatches} mini-batches of {self.num_microbatches} micro-batches"
             raise ScheduleError(
-                f"{self.num_ranks * chunks} stages with {self.num_microbatches} micro-batches in "
-                f"{self.num_minibatches} mini-batches are up to {places * SLOTS:,} actions, but "
-                f"the page draws {MOST_ACTIONS:,} at most: use fewer"
+                f"{count} on {self.num_ranks * chunks} stages are up to {places * SLOTS:,} actions,"
+                f" but the page draws {most:,} at most{' with steps' if is_stream else ''}: "
+                "use fewer"
             )
 
 
@@ -95,7 +102,7 @@ def stage_costs(given: dict[str, Any], num_ranks: int, chunks: int) -> Costs:
     A list has a value for each stage, or for each of as many equal parts of the model as there are
     ranks; a part that several stages share is divided evenly over them.
     """
-    values = costs_of_json(given, "the costs")
+    values = costs_of_json(given, "the JSON")
     Costs(**values)  # its errors name the values that were given, before they are divided
     return Costs.of_a_rank(
         chunks,

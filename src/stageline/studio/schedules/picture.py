@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from stageline.errors import StagelineError
+from stageline.errors import ScheduleError, StagelineError
 from stageline.report.idle import span_bubble, step_bubble
 from stageline.report.palette import chunks, ink, num_chunks, shade
 from stageline.schedules.lower_bounds import lower_bounds, reached_or_bound
@@ -35,7 +35,10 @@ def pictures(
     costs: dict[str, Any],
     memory_limit: MemoryLimit,
 ) -> bytes:
-    """Return all schedules with their times; one that cannot be made has a message instead."""
+    """Return all schedules with their times; one that cannot be made has a message instead.
+
+    If all have the same message, it is raised: the page then keeps what it shows.
+    """
     headers: list[dict[str, Any]] = []
     parts: list[bytes] = []
     offset = 0
@@ -52,6 +55,9 @@ def pictures(
             parts.append(data + bytes(-len(data) % ALIGNMENT))
             offset += len(parts[-1])
         headers.append({**header, "arrays": places})
+    messages = {header.get("error") for header in headers}
+    if len(messages) == 1 and (message := messages.pop()):
+        raise ScheduleError(message)
     text = json.dumps(headers, allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % ALIGNMENT)
     return b"".join([len(text).to_bytes(4, "little"), text, *parts])

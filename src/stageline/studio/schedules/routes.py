@@ -13,6 +13,7 @@ from stageline.schedules.families.registry import FAMILIES
 from stageline.studio.requests import StudioRequest, post_route
 from stageline.studio.schedules.fields import (
     MOST_SCHEDULES,
+    SEARCHED_FAMILIES,
     MemoryLimit,
     ScheduleFields,
     SearchFields,
@@ -21,8 +22,6 @@ from stageline.studio.schedules.orders import OrderStore
 from stageline.studio.schedules.picture import pictures
 from stageline.studio.schedules.save import SaveRequest, saved
 from stageline.studio.schedules.search import search_response
-
-SEARCHED_FAMILIES = ("zb_1p", "zb_2p")  # depend on the costs: the page finds them by a search
 
 
 class PicturesRequest(StudioRequest):

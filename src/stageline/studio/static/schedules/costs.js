@@ -2,6 +2,7 @@
 
 import { byId, element } from "../shared/elements.js";
 import { knob } from "./knobs.js";
+import { costsOfText } from "./state.js";
 
 const FIELDS = [
   { id: "forward", label: "Forward" },
@@ -71,15 +72,15 @@ function partKnobs(state, onChange) {
 
 function costsText(state, onChange) {
   const area = byId("costs-text");
+  let applied = ""; // what the text says, in any spacing
   const apply = () => {
-    let given;
     try {
-      given = JSON.parse(area.value || "{}");
+      state.costs = costsOfText(area.value);
     } catch (problem) {
       byId("error").textContent = `the costs are not JSON: ${problem.message}`;
       return;
     }
-    state.costs = given;
+    applied = JSON.stringify(state.costs);
     onChange();
   };
   byId("apply-costs").addEventListener("click", apply);
@@ -89,7 +90,9 @@ function costsText(state, onChange) {
     apply();
   });
   return () => {
-    if (document.activeElement !== area) area.value = JSON.stringify(state.costs, null, 1);
+    const current = JSON.stringify(state.costs);
+    if (current !== applied) area.value = JSON.stringify(state.costs, null, 1);
+    applied = current;
   };
 }
 

@@ -31,7 +31,8 @@ export function knob({ id, label, min, max, step, isWhole = false, hint = "" }, 
   );
   return {
     node,
-    show(value) {
+    show(given) {
+      const value = Number.isFinite(given) ? given : "";
       slider.value = value;
       if (document.activeElement !== field) field.value = value;
       field.setAttribute("aria-invalid", "false");

@@ -3,7 +3,7 @@
 //   show=1f1b+zb_h1*0.5.3     schedules; *0.5.3 moves action 5 of rank 0 to position 3
 //   costs={"forward":1.5}     as in a file of costs
 //   search={…}                the fields of the search whose result is shown
-//   view=10-20  time=12       the visible times, and the time that is stepped through
+//   view=10+20  time=12       the visible times, and the time that is stepped through
 
 import { readState, writeState } from "../shared/address.js";
 
@@ -17,7 +17,7 @@ const DEFAULTS = {
 /** Return the state in the address; parts that cannot be read are as by default. */
 export function stateOfAddress() {
   const text = readState(DEFAULTS);
-  const search = parsed(text.search, null);
+  const search = parsed(text.search, JSON.parse, null);
   return {
     p: size(text.p, 4),
     m: size(text.m, 8),
@@ -25,7 +25,7 @@ export function stateOfAddress() {
     minibatches: size(text.minibatches, 1),
     shown: text.show.split(" ").filter(Boolean).map(shownOfText)
       .filter(({ name }) => name !== SEARCHED || search),
-    costs: parsed(text.costs, {}) ?? {},
+    costs: parsed(text.costs, costsOfText, {}),
     memory: text.memory,
     search,
     view: viewOfText(text.view),
@@ -41,8 +41,8 @@ export function putIntoAddress(state) {
     costs: JSON.stringify(state.costs),
     memory: state.memory,
     search: state.search ? JSON.stringify(state.search) : "",
-    view: state.view ? `${rounded(state.view.from)}-${rounded(state.view.to)}` : "",
-    time: state.time === null ? "" : rounded(state.time),
+    view: state.view ? `${state.view.from} ${state.view.to}` : "",
+    time: state.time ?? "",
   };
   const long = Object.keys(texts).filter((name) => String(texts[name]).length > LONGEST);
   for (const name of long) texts[name] = DEFAULTS[name];
@@ -66,6 +66,13 @@ export function requestOf(state, { name, moves }) {
   };
 }
 
+/** Return the costs in a text; throw an error if it is not a JSON object. */
+export function costsOfText(text) {
+  const costs = JSON.parse(text.trim() || "{}");
+  if (costs?.constructor !== Object) throw new Error("an object such as {\"forward\": 1.5} is needed");
+  return costs;
+}
+
 /** Return the memory limit as the server reads it: a number of micro-batches, or text with bytes. */
 export function memoryLimitOf(state) {
   const text = state.memory.trim();
@@ -83,7 +90,7 @@ function textOfShown({ name, moves }) {
 }
 
 function viewOfText(text) {
-  const [from, to] = text.split("-").map(Number);
+  const [from, to] = text.split(" ").map(Number);
   return from < to ? { from, to } : null;
 }
 
@@ -92,14 +99,10 @@ function size(text, otherwise) {
   return Number.isInteger(value) && value > 0 ? value : otherwise;
 }
 
-function parsed(text, otherwise) {
+function parsed(text, parse, otherwise) {
   try {
-    return text ? JSON.parse(text) : otherwise;
+    return text ? parse(text) : otherwise;
   } catch {
     return otherwise;
   }
-}
-
-function rounded(value) {
-  return Number(value.toPrecision(8));
 }
