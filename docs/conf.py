@@ -61,7 +61,7 @@ LISTED = re.compile(r"^- \[[^]]+\]\(([\w/.]+)\.md\)", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 
 
-def copy_pages(app: Sphinx, config: object) -> None:
+def copy_pages(_app: Sphinx, _config: object) -> None:
     """Copy the pages outside of this folder, so that Sphinx finds them."""
     for page in ELSEWHERE:
         copy, text = COPIES / page.relative_to(ROOT), f"---\norphan: true\n---\n{page.read_text()}"
@@ -70,7 +70,7 @@ def copy_pages(app: Sphinx, config: object) -> None:
             copy.write_text(text)
 
 
-def adapt(app: Sphinx, page: str, source: list[str]) -> None:
+def adapt(_app: Sphinx, page: str, source: list[str]) -> None:
     """Change the links of a page to where their targets are in the site, and add contents."""
     folder = (HERE / page).parent
     original = ROOT / folder.relative_to(COPIES) if folder.is_relative_to(COPIES) else folder
@@ -90,7 +90,9 @@ def adapt(app: Sphinx, page: str, source: list[str]) -> None:
 def _contents(text: str, folder: Path) -> str:
     """Return tables of contents, one for each section of an index that lists pages."""
     _, *parts = HEADING.split(text)
-    sections = {name: LISTED.findall(part) for name, part in zip(parts[::2], parts[1::2])}
+    sections = {
+        name: LISTED.findall(part) for name, part in zip(parts[::2], parts[1::2], strict=True)
+    }
     listed = {page for pages in sections.values() for page in pages}
     sections["More"] = sorted({page.stem for page in folder.glob("*.md")} - listed - {"index"})
     return "".join(_toctree(name, pages) for name, pages in sections.items() if pages)

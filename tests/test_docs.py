@@ -19,7 +19,8 @@ from tests.test_house import PACKAGES
 from stageline import cli
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+SITE = ROOT / "docs"
+DOCS = sorted([*SITE.glob("*.md"), *SITE.glob("reference/*.md")])
 PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.md"))
 TEXTS = [*PAGES, *EXPERIMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

@@ -17,7 +17,8 @@ from stageline.schedules.families.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 ROW = re.compile(r"^\| ([a-z].*?) \| `(.*?)` \| (?:`(.*?)` )?\|$", re.MULTILINE)
-SECTIONS = dict(re.findall(r"^## ([a-z0-9_]+)\n(.*?)(?=^## )", PAGE.read_text(), re.M | re.S))
+SECTION = re.compile(r"^## ([a-z0-9_]+)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+SECTIONS = dict(SECTION.findall(PAGE.read_text()))
 RANKS, PER_RANK, MORE, CHUNKS = (1, 2, 4, 5, 6), (1, 2, 3), (0, 1), (2, 4)
 TIMES = [(1, 1, 1), (4, 4, 2), (8, 7, 6)]  # of F, I and W
 

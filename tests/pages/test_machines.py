@@ -30,7 +30,9 @@ def test_bash_can_read_it(path: Path) -> None:
 
 
 def test_pods_run_the_command_for_machines_under_names_that_the_service_gives() -> None:
-    documents = [*yaml.safe_load_all((ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text())]
+    documents = [
+        *yaml.safe_load_all((ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text())
+    ]
     service, policy, job = documents
     name = service["metadata"]["name"]
     pods = job["spec"]["template"]["spec"]
@@ -64,7 +66,9 @@ def start(command: list[Any], settings: dict[str, str]) -> subprocess.Popen[str]
 
 
 def has_trained(folder: Path) -> bool:
-    return (folder / "run" / "step-00000003").is_dir() and (folder / "run/model.safetensors").is_file()
+    return (folder / "run" / "step-00000003").is_dir() and (
+        folder / "run/model.safetensors"
+    ).is_file()
 
 
 @pytest.mark.slow
