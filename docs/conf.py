@@ -48,7 +48,7 @@ html_static_path = ["theme"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {"top_of_page_buttons": []}
+html_theme_options: dict[str, list[str]] = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 ELSEWHERE = [
