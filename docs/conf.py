@@ -48,6 +48,7 @@ html_static_path = ["theme"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+highlight_language = "none"  # of blocks that name none: they are commands and what they print
 html_theme_options: dict[str, list[str]] = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
