@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from docs import commands
 
 import stageline
 
@@ -88,6 +89,10 @@ def test_anchors_of_page_are_headings(page: Path) -> None:
     links = re.findall(r"\]\(([^):\s]*)#([^)\s]+)\)", page.read_text())
     found = {name: headings((page.parent / (name or page.name)).read_text()) for name, _ in links}
     assert [link for link in links if link[1] not in found[link[0]]] == []
+
+
+def test_reference_of_the_command_line_is_what_the_commands_say() -> None:
+    assert commands.PAGE.read_text() == commands.page()
 
 
 def test_reference_has_every_public_name() -> None:
