@@ -22,7 +22,7 @@ After this page you can look up every command, argument and option of `stageline
 
 ```
 $ stageline draw gpipe -p 2 -m 2
-rank 0 │ F0 F1 .. .. B0 B0 B1 B1
+rank 0 │ F0 F1 .. .. .. B0 B0 B1 B1
 rank 1 │ .. F0 F1 B0 B0 B1 B1
 …
 ```

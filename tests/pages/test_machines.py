@@ -88,8 +88,9 @@ SLURM_NODEID=1 "$@"
 second=$?
 wait $first && exit $second
 """
+# The second name comes when a reader of the first one, such as `head -n 1`, is gone.
 SCONTROL = """#!/usr/bin/env bash
-if [ "$1" = requeue ]; then echo "requeued $2"; else echo 127.0.0.1; echo elsewhere; fi
+if [ "$1" = requeue ]; then echo "requeued $2"; else echo 127.0.0.1; sleep 0.05; echo elsewhere; fi
 """
 
 
