@@ -282,6 +282,9 @@ class Pipeline:
     def __repr__(self) -> str:
         return self._opener.describe()
 
+    def _repr_html_(self) -> str:
+        return self._opener.describe_html()
+
     def __enter__(self) -> Self:
         return self
 

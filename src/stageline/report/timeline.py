@@ -157,6 +157,12 @@ class Timeline:
         sizes = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
         return f"Timeline({self.name!r}, {sizes}, makespan={self.makespan:g})"
 
+    def _repr_html_(self) -> str:
+        """Return a picture, for notebooks."""
+        from stageline.report.notebook import timeline_html  # noqa: PLC0415  as above
+
+        return timeline_html(self)
+
     def __str__(self) -> str:
         """Return a text grid with one row per rank, as wide as the terminal, if there is one."""
         from stageline.report.text.grid import plain, terminal_width  # noqa: PLC0415  as above
