@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint test-all bench compare parity experiments clean
+.PHONY: demo test lint test-all docs bench compare parity experiments clean
 
 demo: $(VENV)/installed
 	$(BIN)/stageline demo
@@ -25,6 +25,11 @@ lint: $(VENV)/installed-dev
 # With those that take long: a quarter of an hour.
 test-all: test
 	$(BIN)/pytest -q -n 3 --dist worksteal -m slow
+
+# The site, in docs/_build: every warning is an error, broken links and unknown names among them.
+docs: $(VENV)/installed-docs
+	$(BIN)/sphinx-build --nitpicky --fail-on-warning --keep-going --quiet -b html docs docs/_build
+	@echo "open docs/_build/index.html"
 
 # Tables and pictures of benchmarks/, about a minute; nothing else should run meanwhile.
 bench: $(VENV)/installed-dev
@@ -49,7 +54,7 @@ experiments: $(VENV)/installed-dev
 	$(BIN)/python -m experiments.translation all
 
 clean:
-	rm -rf $(VENV) demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo docs/_build docs/_pages .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamps: what is installed is installed again only when its list has changed.
 $(VENV)/created:
@@ -63,4 +68,8 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP_INSTALL) --editable ".[docs]"
 	touch $@

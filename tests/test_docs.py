@@ -19,11 +19,12 @@ from tests.test_house import PACKAGES
 from stageline import cli
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+SITE = ROOT / "docs"
+DOCS = sorted([*SITE.glob("*.md"), *SITE.glob("reference/*.md")])
 PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.md"))
 TEXTS = [*PAGES, *EXPERIMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MODEL = """
 import torch
 from torch import nn
@@ -181,6 +182,8 @@ def shell(command: str, folder: Path) -> int:
 )
 def test_commands_of_page_run_in_their_order(page: Path, folder: Path) -> None:
     skip_without_frameworks(page)
+    for code in filter(needs_processes, blocks(page, "python")):
+        (folder / "train.py").write_text(code)
     for where, command in commands():
         if where == page and is_for_one_machine(command):
             assert shell(command, folder) == 0

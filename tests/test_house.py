@@ -37,6 +37,7 @@ TORCH_FREE = [
     *("errors", "arguments", "units", "limits", "files", "costs", "schedules", "report"),
     *("simulation", "runs"),
 ]
+TESTS = Path(__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = [path for path in FILES if path != SOURCE / "__init__.py"]
 MAX_FILE, MAX_PIPELINE, MAX_FUNCTION, MAX_FOLDER = 350, 299, 50, 14  # lines, and files
@@ -195,3 +196,14 @@ except SystemExit as stop:
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_each_worker_of_the_tests_is_launched() -> None:
+    """Two of them were not for a while, so what they check was not checked."""
+    workers = TESTS / "distributed" / "workers"
+    launching = [*TESTS.rglob("*.py"), *(TESTS.parent / "benchmarks").rglob("*.py")]
+    text = "".join(path.read_text() for path in launching if path.parent != workers)
+    names = sorted(path.stem for path in workers.glob("*.py") if path.stem != "__init__")
+    assert [
+        name for name in names if f'"{name}"' not in text and f"workers.{name}" not in text
+    ] == []

@@ -27,6 +27,8 @@ MOST_SAMPLES = 1_000_000
 MOST_COUNT = 10**9
 # Actions in one picture. Each takes 150 bytes, 150 MB in all; most viewers fail before that.
 MOST_DRAWN = 1_000_000
+# Actions of a value that a notebook shows by itself: simulated and drawn in a second.
+MOST_SHOWN = 150_000
 # Cells of a timeline as text, drawn in a few seconds. Beyond that, cells stand for more time.
 MOST_CELLS = 2_000_000
 # Processes on one machine. Each takes 200 MB for PyTorch alone.

@@ -140,8 +140,7 @@ class Pipeline:
         it has no graph.
 
         Outputs of micro-batches are joined in the model's own containers: tensors along dim 0,
-        which has to be the samples; what is no tensor has to be equal in all of them
-        (`runtime/batches/microbatches.py` has the rules).
+        which has to be the samples; what is no tensor has to be equal in all of them.
         """
         return call(self._opener.opened_for(inputs, named), inputs, named)
 
@@ -268,10 +267,7 @@ class Pipeline:
         return replan_session(self._session, optimizer, timelines, profile)
 
     def close(self) -> None:
-        """End the threads, and the process groups; with several processes, all of them call it.
-
-        A stream that is on its way is finished first.
-        """
+        """Finish a stream, and end the threads and the process groups; all processes call it."""
         try:
             if stream := self._stream():
                 stream.close()
@@ -281,6 +277,9 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return self._opener.describe()
+
+    def _repr_html_(self) -> str:
+        return self._opener.describe_html()
 
     def __enter__(self) -> Self:
         return self

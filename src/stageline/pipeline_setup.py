@@ -20,6 +20,7 @@ from stageline.model.split import cut, layer_costs
 from stageline.model.uncut import unmarked
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
+from stageline.report.notebook import text_html
 from stageline.runtime.batches.microbatches import first_microbatch, pair
 from stageline.runtime.devices import Device, accelerators_of, by_rank
 from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
@@ -39,7 +40,7 @@ from stageline.runtime.placement.checks import (
     is_asynchronous,
     recompute_modes,
 )
-from stageline.runtime.placement.describe import describe
+from stageline.runtime.placement.describe import describe, describe_html
 from stageline.runtime.placement.layout import Layout
 from stageline.runtime.placement.materialise import Init
 from stageline.runtime.settings import LossFunction, Settings
@@ -220,11 +221,20 @@ class SessionOpener:
 
     def describe(self) -> str:
         """Return the layers, what passes between stages, and where and why it is cut."""
-        model = self.model if isinstance(self.model, nn.Module) else None
-        name = type(model).__name__ if model is not None else "a list of layers"
         if self.session is None:
-            return f"{name}: its layers are known after the first batch"
-        return describe(self.session.assembly.layout, name, self._reason())
+            return f"{self._name}: its layers are known after the first batch"
+        return describe(self.session.assembly.layout, self._name, self._reason())
+
+    def describe_html(self) -> str:
+        """Return a table of the stages, for notebooks."""
+        if self.session is None:
+            return text_html(self.describe())
+        return describe_html(self.session.assembly.layout, self._name, self._reason())
+
+    @property
+    def _name(self) -> str:
+        is_module = isinstance(self.model, nn.Module)
+        return type(self.model).__name__ if is_module else "a list of layers"
 
     def _reason(self) -> str:
         if self.arguments["plan"] is not None:

@@ -67,6 +67,19 @@ def test_what_passes_between_ranks_over_channels_is_what_passes_through_the_host
         assert said in ended.output, ended.output
 
 
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_after_the_first_step_nothing_passes_through_the_host(num_replicas: int) -> None:
+    for ended in launch("on_device", 2 * num_replicas, str(num_replicas)):
+        assert ended.code == 0, ended.output
+        assert ended.output.splitlines() == ["nothing on the host"]
+
+
+def test_a_message_of_a_new_form_is_refused_and_a_batch_may_be_overwritten_after_its_step() -> None:
+    for ended in launch("message_forms", 2):
+        assert ended.code == 0, ended.output
+        assert ended.output.splitlines() == ["told"]
+
+
 @pytest.mark.slow
 def test_layers_move_between_ranks_whose_messages_go_over_channels(tmp_path: Path) -> None:
     for ended in over_channels("replanning", 2, str(tmp_path), "parity"):

@@ -157,6 +157,17 @@ def test_files_elsewhere_are_not_read_through_links(name: str, tmp_path: Path) -
     assert read_run(folder).notes == (f"{name} was not read: is a link",)
 
 
+def test_huge_file_without_lines_is_not_searched_for_long(tmp_path: Path) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(3 * 2**30)
+    before = bytes_read()
+    assert read_run(tmp_path).metrics == ()
+    assert bytes_read() - before < 64 * 2**20
+
+
 def test_pipes_and_folders_in_place_of_files_are_not_waited_for(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()

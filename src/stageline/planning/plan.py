@@ -51,13 +51,24 @@ def plan(
     for name in schedules:
         family_of(name)  # raises if it is unknown
     request = PlanRequest(profile, cluster, batch_size, optimizer, num_ranks, recompute)
-    search = PlanSearch(request, schedules, progress or _ignore_progress)
+    return find_plan(request, schedules, progress or _ignore_progress)
+
+
+def find_plan(
+    request: PlanRequest, schedules: Sequence[str], progress: Callable[[int, str], None]
+) -> Plan:
+    """Return the fastest plan for a request; raise `PlanError` if nothing fits."""
+    search = PlanSearch(request, schedules, progress)
     found = search.run()
     if not found:
-        closest = search.closest[1] if search.closest else None
-        advice = _recompute_advice(request, schedules)
-        raise PlanError(nothing_fits_message(request, closest, advice))
+        raise PlanError(why_nothing_fits(request, schedules, search))
     return found[0].to_plan(request, alternatives(found))
+
+
+def why_nothing_fits(request: PlanRequest, schedules: Sequence[str], search: PlanSearch) -> str:
+    """Return the message of a search that found nothing: what comes closest, and what would fit."""
+    closest = search.closest[1] if search.closest else None
+    return nothing_fits_message(request, closest, _recompute_advice(request, schedules))
 
 
 def _recompute_advice(request: PlanRequest, schedules: Sequence[str]) -> str:

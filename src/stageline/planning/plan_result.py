@@ -23,6 +23,7 @@ from stageline.planning.validation import (
     validated,
     write_json,
 )
+from stageline.report.notebook import shortened, table_html, text_html
 from stageline.report.summary import percent
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import family_of, schedule_names
@@ -30,6 +31,8 @@ from stageline.schedules.check import check
 from stageline.schedules.schedule import Schedule
 from stageline.simulation.simulate import simulate
 from stageline.units import format_bytes
+
+COLUMNS = ("plan", "step, ms", "samples/s", "bubble", "peak memory", "")
 
 
 @validated
@@ -195,21 +198,32 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        columns = ("plan", "step, ms", "samples/s", "bubble", "peak memory", "")
-        options = (self.chosen, *self.others)
+        table = format_table(COLUMNS, map(self._row, self._options), left=("plan", ""))
+        return "\n".join([table, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """Return the table with its notes, for notebooks."""
+        rows = map(self._row, self._options)
+        table = table_html(COLUMNS, rows, left=("plan", ""), of="plans")
+        return table + text_html("\n".join(shortened(note) for note in self._notes()))
+
+    @property
+    def _options(self) -> tuple[PlanOption, ...]:
+        return (self.chosen, *self.others)
+
+    def _notes(self) -> list[str]:
         lines = [
-            format_table(columns, map(self._row, options), left=("plan", "")),
             f"layers by stage: {', '.join(map(str, self.balance))}",
             f"peak memory by rank: {', '.join(map(format_bytes, self.peak_memory))}",
         ]
         if not self.has_links and self.chosen.num_ranks * self.chosen.replicas > 1:
             lines.append(self._links_note())
-        if names := sorted({each.schedule for each in options if each.is_asynchronous}):
+        if names := sorted({each.schedule for each in self._options if each.is_asynchronous}):
             lines.append(
                 f"{', '.join(names)}: a step is the time from one mini-batch to the next once the "
                 "pipeline is full; gradients are computed with earlier weights"
             )
-        return "\n".join(lines)
+        return lines
 
     def _links_note(self) -> str:
         """Return what transfers take if the cluster says nothing of its links."""

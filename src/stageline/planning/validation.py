@@ -94,13 +94,17 @@ def validated(cls: type[T]) -> type[T]:
 
 def read_json(path: AnyPath, cls: type[T], max_bytes: int = MOST_FILE_BYTES) -> T:
     """Read a validated value from a file; raise `PlanError` naming the first problem in it."""
-    text = read_text(path, PlanError, max_bytes)
+    return parse_json(read_text(path, PlanError, max_bytes), cls, repr(os.fspath(path)))
+
+
+def parse_json(text: str, cls: type[T], name: str) -> T:
+    """Return the validated value in a text; `name` says in errors what the text is."""
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
         raised = _raised_by_post_init(error)
         problem = f"is invalid: {raised}" if raised else _first_problem(error)
-        raise PlanError(f"{os.fspath(path)!r} {problem}") from None
+        raise PlanError(f"{name} {problem}") from None
 
 
 def write_json(path: AnyPath, value: object) -> None:

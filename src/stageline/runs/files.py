@@ -19,6 +19,7 @@ from stageline.units import format_bytes
 MOST_READ_WHOLE = 4 * 2**20  # of lines: 10,000 reports, read in 50 ms
 LONGEST_LINE = 2**16  # a report on a thousand ranks has 30 kB
 USUAL_LINE = 2**9  # an event has 100 bytes
+MOST_WITHOUT_END = 16 * 2**20  # bytes read in search of lines: a file without any took 6 s
 T = TypeVar("T")
 
 
@@ -93,14 +94,17 @@ def _complete_lines(contents: bytes) -> list[bytes]:
 
 
 def _lines_at(file: BinaryIO, offsets: Sequence[int]) -> Iterator[bytes]:
-    """Yield the line after each offset, and at offset 0 the first line."""
+    """Yield the line after each offset, and at offset 0 the first line, if lines are short."""
+    without_end = 0
     for offset in offsets:
         file.seek(offset)
-        if offset:
-            file.readline(LONGEST_LINE)
+        before = file.readline(LONGEST_LINE) if offset else b"\n"
         line = file.readline(LONGEST_LINE)
         if line.endswith(b"\n"):
             yield line
+        without_end += sum(len(part) for part in (before, line) if not part.endswith(b"\n"))
+        if without_end > MOST_WITHOUT_END:
+            return
 
 
 def _tail(file: BinaryIO, size: int, num_bytes: int) -> list[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from numbers import Integral
 from pathlib import Path
 from typing import cast
@@ -16,7 +17,7 @@ from typing import cast
 from stageline.arguments import RenamedAttribute, check_type, shown
 from stageline.errors import ScheduleError
 from stageline.files import write_text
-from stageline.limits import MOST_STAGES, check_most
+from stageline.limits import MOST_SHOWN, MOST_STAGES, check_most
 from stageline.schedules import csv
 from stageline.schedules.action import COMPUTE, NO_VERSION, Action, Kind
 from stageline.schedules.marked_grid import grid
@@ -81,6 +82,18 @@ class Schedule:
     def __str__(self) -> str:
         """Return one line per rank."""
         return grid(self.actions)
+
+    def _repr_html_(self) -> str:
+        """Return a picture, for notebooks: the timeline if all stages take the same time."""
+        import stageline as sl  # noqa: PLC0415  the simulator and pictures are above schedules
+
+        count = sum(map(len, self.actions))
+        if count > MOST_SHOWN:
+            return f"<p>{escape(repr(self))}: {count:,} actions are too many to draw here</p>"
+        try:
+            return sl.simulate(self)._repr_html_()
+        except ScheduleError as error:
+            return f"<pre>{escape(str(error))}</pre>"
 
     @property
     def num_ranks(self) -> int:

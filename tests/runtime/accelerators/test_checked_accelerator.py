@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stageline.errors import StreamOrderError
 from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.devices import accelerators_of
 
 
@@ -192,6 +193,17 @@ def test_a_copy_between_devices_waits_for_both() -> None:
         x.add_(1)  # behind the copy, on the same stream
         with pytest.raises(StreamOrderError):
             copy.add_(1)
+
+
+def test_an_operation_of_a_channel_belongs_on_its_stream(streams: TwoStreams) -> None:
+    assert isinstance(streams.device, CheckedAccelerator)
+    simulation = streams.device.simulation
+    with pytest.raises(StreamOrderError) as caught:
+        simulation.run_in_channel(streams.side, "a send", [torch.ones(4)], [])
+    text = str(caught.value)
+    assert "a send at " in text
+    assert "is queued on compute" in text
+    assert text.endswith("queue it on the stream of copies")
 
 
 def test_an_error_says_what_the_rank_did() -> None:

@@ -31,6 +31,7 @@ from stageline.planning.validation import (
     validated,
     write_json,
 )
+from stageline.report.notebook import table_html, text_html
 from stageline.units import format_bytes
 
 COLUMNS = ("layer", "forward, ms", "backward, ms", "", "activation", "parameters")
@@ -235,15 +236,25 @@ class Profile:
 
     def __str__(self) -> str:
         """Return a table for the largest micro-batch, with a note if times vary a lot."""
-        largest = self.measurements[-1]
+        rows = map(_row, self.names, self.measurements[-1].layers)
+        lines = [self._heading(), format_table(COLUMNS, rows, left=COLUMNS[:1]), self._note()]
+        return "\n".join(filter(None, lines))
+
+    def _repr_html_(self) -> str:
+        """Return the table, for notebooks."""
+        rows = map(_row, self.names, self.measurements[-1].layers)
+        table = table_html(COLUMNS, rows, left=COLUMNS[:1], of="layers")
+        return text_html(self._heading()) + table + text_html(self._note())
+
+    def _heading(self) -> str:
         device = f", on {self.device}" if self.device else ""
-        head = f"a micro-batch of {largest.samples} samples{device}"
-        rows = map(_row, self.names, largest.layers)
-        lines = [head, format_table(COLUMNS, rows, left=COLUMNS[:1])]
+        return f"a micro-batch of {self.measurements[-1].samples} samples{device}"
+
+    def _note(self) -> str:
+        """Return a remark if times vary a lot, or nothing."""
         spread = max(measurement.spread for measurement in self.measurements)
-        if spread > LARGE_SPREAD:
-            lines.append(f"times vary by ± {100 * spread:.0f} %: is something else running?")
-        return "\n".join(lines)
+        remark = f"times vary by ± {100 * spread:.0f} %: is something else running?"
+        return remark if spread > LARGE_SPREAD else ""
 
 
 def _row(name: str, layer: LayerCost) -> tuple[str, ...]:

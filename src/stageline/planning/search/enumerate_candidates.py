@@ -14,7 +14,6 @@ from stageline.planning.search.candidate_schedules import schedule_shape, schedu
 from stageline.planning.search.training_layouts import (
     DeviceGrid,
     TrainingLayout,
-    sizes_to_try,
     training_layouts,
 )
 from stageline.schedules.build import family_of
@@ -63,7 +62,7 @@ def _asynchronous_layouts(
     def cut_evenly(replicas: Replicas) -> tuple[int, ...]:
         return builder.even_balance(builder.speeds(grid_of(replicas)), side_by_side(replicas))
 
-    for size in sizes_to_try(request.batch_size):
+    for size in request.sizes_to_try(request.batch_size):
         wanted = math.ceil(request.batch_size / size)
         cuts = replicated_cuts(builder.measurement(size), request.cluster, wanted, cut_evenly)
         for replicas, balance in cuts:

@@ -44,18 +44,19 @@ class StepTimePredictor:
         share = min(1.0, MAX_STREAM_ACTIONS / sum(map(len, schedule.actions)))
         simulated = max(candidate.num_short_run_microbatches, int(share * num_microbatches))
         seconds = self._stream_seconds(candidate, simulated)
-        times = (candidate.costs.per_stage(name, schedule.num_stages) for name in TIMES)
-        work = num_microbatches * sum(map(sum, times))
-        bubble = 1 - work / (schedule.num_ranks * seconds)
-        return StepPrediction(seconds, seconds, max(0.0, bubble))  # rounding may make it negative
+        return StepPrediction(seconds, seconds, _idle_share(candidate, seconds))
 
-    def seconds_from_short_run(self, candidate: PlanCandidate, short: Schedule) -> float:
-        """Extrapolate the time of a step from a schedule of fewer micro-batches."""
+    def predict_from_short_run(self, candidate: PlanCandidate, short: Schedule) -> StepPrediction:
+        """Estimate what `predict` would return from a schedule of fewer micro-batches."""
         if candidate.shape.is_asynchronous:
-            return self._stream_seconds(candidate, short.num_microbatches)
+            seconds = self._stream_seconds(candidate, short.num_microbatches)
+            return StepPrediction(seconds, seconds, _idle_share(candidate, seconds))
+        timeline = simulate(short, candidate.costs)
         missing = candidate.layout.num_microbatches - short.num_microbatches
-        seconds = step_seconds(candidate, simulate(short, candidate.costs))
-        return seconds + missing * candidate.busiest_rank_seconds()
+        rest = missing * candidate.busiest_rank_seconds()
+        seconds, makespan = step_seconds(candidate, timeline) + rest, timeline.makespan + rest
+        bubble = _idle_share(candidate, makespan)
+        return StepPrediction(seconds, candidate.host + makespan, bubble)
 
     def _stream_seconds(self, candidate: PlanCandidate, num_microbatches: int) -> float:
         """Extrapolate the time per mini-batch from one with fewer micro-batches.
@@ -79,6 +80,14 @@ class StepTimePredictor:
         )
         assert schedule is not None  # the number of micro-batches is a multiple
         return period_of(simulate(schedule, costs), num_microbatches)
+
+
+def _idle_share(candidate: PlanCandidate, seconds: float) -> float:
+    """Return the share of these seconds that ranks are idle, over all ranks."""
+    work, _ = candidate.work_and_transfers()
+    capacity = candidate.layout.num_ranks * seconds
+    busy = candidate.layout.num_microbatches * float(work.sum())
+    return max(0.0, 1 - busy / capacity) if capacity else 0.0  # rounding may make it negative
 
 
 def step_seconds(candidate: PlanCandidate, timeline: Timeline) -> float:

@@ -74,8 +74,8 @@ class BoundedCandidate:
 class PlanSearch:
     """A best-first search.
 
-    State: what is still to be looked at, the best time so far, and the candidate that comes closest
-    to fitting in memory.
+    State: what is still to be looked at, all candidates so far, the best time so far, and the
+    candidate that comes closest to fitting in memory.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class PlanSearch:
         self.progress = progress
         self.queue: BoundQueue[PlanCandidate | BoundedCandidate | EvaluatedCandidate] = BoundQueue()
         self.to_search: BoundQueue[PlanCandidate] = BoundQueue()
+        self.candidates: list[PlanCandidate] = []  # all so far, whether they fit or not
         self.num_tried = 0
         self.best_seconds = math.inf
         self.closest: tuple[float, PlanCandidate] | None = None  # to fitting, with its excess bytes
@@ -92,10 +93,13 @@ class PlanSearch:
         for count, candidate in enumerate(candidates, start=1):
             progress(0, f"{count} candidates so far, cutting layers into stages")
             name, bound = candidate.schedule_name, candidate.lower_bound()
-            if name in SAME_MEMORY and candidate.num_actions <= MAX_SEARCHED_ACTIONS:
+            is_searched = name in SAME_MEMORY and candidate.num_actions <= MAX_SEARCHED_ACTIONS
+            if is_searched:
                 self.to_search.add(bound, candidate)
             if name not in FOUND_BY_SEARCH:
                 self.queue.add(bound, candidate)
+            if is_searched or name not in FOUND_BY_SEARCH:
+                self.candidates.append(candidate)
 
     def run(self) -> list[EvaluatedCandidate]:
         """Return the fastest candidate, then the best of other schedules that were soon found."""
@@ -123,13 +127,13 @@ class PlanSearch:
         searches_left = MAX_SCHEDULE_SEARCHES
         while searches_left and (entry := self.to_search.next(below=self.best_seconds)):
             candidate = entry[1]
-            short = self._short_schedule(candidate, SAME_MEMORY[candidate.schedule_name])
+            short = self.short_schedule(candidate, SAME_MEMORY[candidate.schedule_name])
             if short is None or not self._fits(candidate, short, self.to_search):
                 continue
             searches_left -= 1
             self._report_progress()
             schedule = _whole_schedule(candidate, candidate.costs)
-            if schedule is not None and max(self._excess(candidate, schedule)) <= 0:
+            if schedule is not None and max(self.excess(candidate, schedule)) <= 0:
                 yield self._evaluate(candidate, schedule)
 
     def _tighten_bound(self, candidate: PlanCandidate, bound: float) -> None:
@@ -140,13 +144,13 @@ class PlanSearch:
         if is_long and not candidate.shape.is_asynchronous:
             self._tighten_bound_by_fewer_ranks(candidate, bound)
             return
-        short = self._short_schedule(candidate, candidate.schedule_name)
+        short = self.short_schedule(candidate, candidate.schedule_name)
         if short is None or not self._fits(candidate, short, self.queue):
             return
         if short.num_microbatches == candidate.layout.num_microbatches:
             self._add_result(candidate, short)
             return
-        closer = SHORT_RUN_MARGIN * self.predictor.seconds_from_short_run(candidate, short)
+        closer = SHORT_RUN_MARGIN * self.predictor.predict_from_short_run(candidate, short).seconds
         self.queue.add(max(bound, closer), BoundedCandidate(candidate))
 
     def _tighten_bound_by_fewer_ranks(self, candidate: PlanCandidate, bound: float) -> None:
@@ -163,8 +167,7 @@ class PlanSearch:
         estimate = excess_bytes_from_fewer_ranks(candidate, schedule, devices)
         excess = [size - tolerance for size in estimate]
         variants = recompute_or_offload(self.builder, candidate, excess) if max(excess) > 0 else []
-        for variant in variants:
-            self.queue.add(variant.lower_bound(), variant)
+        self._add_variants(variants, self.queue)
         if not variants:
             closer = (1 - FEW_RANKS_ERROR) * seconds_from_fewer_ranks(candidate, schedule)
             self.queue.add(max(bound, closer), BoundedCandidate(candidate))
@@ -185,20 +188,26 @@ class PlanSearch:
 
     def _fits(self, candidate: PlanCandidate, schedule: Schedule, queue: BoundQueue[Any]) -> bool:
         """Return True if it fits; otherwise add variants that need less memory to the queue."""
-        by_rank = self._excess(candidate, schedule)
+        by_rank = self.excess(candidate, schedule)
         largest = max(by_rank)
         if largest <= 0:
             return True
         if self.closest is None or largest < self.closest[0]:
             self.closest = largest, candidate
-        for variant in reduce_memory(self.builder, candidate, schedule, by_rank):
-            queue.add(variant.lower_bound(), variant)
+        self._add_variants(reduce_memory(self.builder, candidate, schedule, by_rank), queue)
         return False
 
-    def _excess(self, candidate: PlanCandidate, schedule: Schedule) -> tuple[float, ...]:
+    def _add_variants(self, variants: Sequence[PlanCandidate], queue: BoundQueue[Any]) -> None:
+        self.candidates.extend(variants)
+        for variant in variants:
+            queue.add(variant.lower_bound(), variant)
+
+    def excess(self, candidate: PlanCandidate, schedule: Schedule) -> tuple[float, ...]:
+        """Return for each rank the peak memory minus the memory of its device."""
         return excess_bytes(candidate, schedule, self.builder.devices(candidate.layout.grid))
 
-    def _short_schedule(self, candidate: PlanCandidate, name: str) -> Schedule | None:
+    def short_schedule(self, candidate: PlanCandidate, name: str) -> Schedule | None:
+        """Return a schedule with enough micro-batches to fill all ranks; None if there is none."""
         return self.predictor.schedule(
             name,
             candidate.layout.num_ranks,

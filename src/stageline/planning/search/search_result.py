@@ -46,15 +46,14 @@ class EvaluatedCandidate:
 
     def to_option(self, verdict: str = "") -> PlanOption:
         """Return the candidate as an option of a plan, with the reason why it was not chosen."""
-        prediction = self.prediction
-        return _option(
-            self.candidate, self.schedule, prediction.seconds, prediction.bubble, verdict
-        )
+        peak = max(peak_bytes(self.candidate, self.schedule))
+        return option_of(self.candidate, self.seconds, self.prediction.bubble, peak, verdict)
 
 
-def _option(
-    candidate: PlanCandidate, schedule: Schedule, seconds: float, bubble: float, verdict: str = ""
+def option_of(
+    candidate: PlanCandidate, seconds: float, bubble: float, peak_memory: float, verdict: str = ""
 ) -> PlanOption:
+    """Return a candidate with these predictions as an option of a plan."""
     layout = candidate.layout
     return PlanOption(
         schedule=candidate.schedule_name,
@@ -65,7 +64,7 @@ def _option(
         recompute=sum(candidate.cut.recompute),
         seconds=seconds,
         bubble=bubble,
-        peak_memory=max(peak_bytes(candidate, schedule)),
+        peak_memory=peak_memory,
         verdict=verdict,
         chunks=candidate.chunks,
         side_by_side=layout.grid.side_by_side,
@@ -81,8 +80,13 @@ def alternatives(found: Sequence[EvaluatedCandidate]) -> Iterator[PlanOption]:
     for each in found[1:]:
         if each.candidate.schedule_name not in names:
             names.add(each.candidate.schedule_name)
-            slower = each.seconds / best.seconds - 1 if best.seconds else 0.0
-            yield each.to_option(f"{100 * slower:.1f} % slower: {_reason(each, best)}")
+            yield each.to_option(verdict_on(each, best))
+
+
+def verdict_on(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
+    """Return by how much a candidate that fits is slower than the best, and why."""
+    slower = max(0.0, loser.seconds / best.seconds - 1) if best.seconds else 0.0
+    return f"{100 * slower:.1f} % slower: {_reason(loser, best)}"
 
 
 def _reason(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
@@ -116,7 +120,7 @@ def nothing_fits_message(request: PlanRequest, closest: PlanCandidate | None, ad
         closest.chunks,
         stage_replicas=stage_replicas,
     )
-    option = _option(closest, schedule, 0.0, 0.0)
+    option = option_of(closest, 0.0, 0.0, max(peak_bytes(closest, schedule)))
     static = max(closest.costs.static(closest.shape.placement, stage_replicas))
     return (
         f"nothing fits in {format_bytes(memory)}; the closest is {option.description}, whose "

@@ -22,6 +22,13 @@ class PlanRequest:
     optimizer: str
     num_ranks: int | None  # None: any number
     recompute: bool  # whether recomputation is allowed
+    microbatch_size: int | None = None  # samples; None: any
+
+    def sizes_to_try(self, samples: int) -> list[int]:
+        """Return the micro-batch sizes to try for this many samples."""
+        if self.microbatch_size is None:
+            return sizes_to_try(samples)
+        return [self.microbatch_size] if self.microbatch_size <= samples else []
 
 
 class DeviceGrid(NamedTuple):
@@ -61,7 +68,7 @@ def training_layouts(request: PlanRequest) -> Iterator[TrainingLayout]:
         order_matters = len(request.cluster.levels) > 1 and min(replicas, num_ranks) > 1
         for side_by_side in (False, True) if order_matters else (False,):
             grid = DeviceGrid(num_ranks, replicas, side_by_side)
-            for size in sizes_to_try(samples):
+            for size in request.sizes_to_try(samples):
                 yield TrainingLayout(grid, size, math.ceil(samples / size))
 
 

@@ -179,10 +179,15 @@ class Lane(NamedTuple):
     memory: Sequence[MemoryLevel] | None = None
 
 
-def draw_lanes(lanes: Iterable[Lane], timeline: Timeline, geometry: Geometry) -> Iterator[str]:
+def draw_lanes(
+    lanes: Iterable[Lane],
+    timeline: Timeline,
+    geometry: Geometry,
+    max_tooltips: int = MAX_TOOLTIPS,
+) -> Iterator[str]:
     """Yield the elements of lanes, in the colours of a timeline."""
     chunk_of, paint = palette.chunks(timeline.placement), palette.painter(timeline)
-    has_tooltips = sum(map(len, timeline.spans)) <= MAX_TOOLTIPS
+    has_tooltips = sum(map(len, timeline.spans)) <= max_tooltips
     draw, mark = (rectangles, ticks) if has_tooltips else (outlines, tick_outlines)
     middle, baseline = px(geometry.lane / 2), px(geometry.lane / 2 + 0.35 * geometry.font)
     corner = px(geometry.margin + CAPITAL * geometry.small_font)

@@ -112,6 +112,22 @@ class Simulation:
                 self.use(writes, Access(*queued, "written"), device)
             return queued
 
+    def run_in_channel(
+        self,
+        own: SimulatedStream,
+        what: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+    ) -> Queued:
+        """Queue an operation of a channel, which has a stream of its own; raise if on another."""
+        queued = self.run(what, reads, writes)
+        if queued.stream is not own:
+            raise StreamOrderError(
+                f"{queued.place} is queued on {queued.stream.name}, which would wait for the other "
+                f"end of the channel: queue it on the stream of {own.name}"
+            )
+        return queued
+
     def queue(self, what: str, stream: SimulatedStream) -> Queued:
         """Queue something on a stream; it may be given memory that was released before."""
         with self.lock:

@@ -5,28 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stageline.model.layers import Value
+from stageline.report.notebook import shortened, table_html, text_html
 from stageline.runtime.placement.layout import Layout
 from stageline.units import format_bytes
 
 INDENT = "  "
+COLUMNS = ("stage", "rank", "layers", "parameters", "cost", "sends to")
 
 
 def describe(layout: Layout, model: str, reason: str) -> str:
     """Return the text that `print(pipe)` shows; `reason` says how the stages were chosen."""
-    schedule, layers = layout.schedule, layout.layers
-    total = sum(layout.costs)
-    sizes = f"{len(layers)} layers in {schedule.num_stages} stages on {schedule.num_ranks} ranks"
-    lines = [
-        f"{model}: {sizes}, {schedule.name}, {schedule.num_microbatches} micro-batches",
-        reason,
-    ]
+    lines = [_heading(layout, model), reason]
     for stage, numbers in enumerate(layout.stages):
-        share = sum(layout.costs[n] for n in numbers) / total if total else 0.0
-        cost = f", {share:.0%} of the cost" if total else ""
-        lines.append(f"stage {stage} on rank {schedule.placement[stage]}{cost}")
+        share = _share(layout, numbers)
+        cost = f", {share} of the cost" if share else ""
+        lines.append(f"stage {stage} on rank {layout.schedule.placement[stage]}{cost}")
         lines += [INDENT + line for line in _layer_lines(layout, numbers)]
         lines += [INDENT + line for line in _value_lines(layout, stage)]
     return "\n".join(lines)
+
+
+def describe_html(layout: Layout, model: str, reason: str) -> str:
+    """Return the table of stages that a notebook shows."""
+    rows = (_cells(layout, stage) for stage in range(layout.schedule.num_stages))
+    table = table_html(COLUMNS, rows, left=("layers", "sends to"), of="stages")
+    return text_html(f"{_heading(layout, model)}\n{reason}") + table
+
+
+def _cells(layout: Layout, stage: int) -> tuple[str, ...]:
+    """Return a cell for each of `COLUMNS`."""
+    numbers = layout.stages[stage]
+    layers = [layout.layers.layers[number] for number in numbers]
+    names = [layer.name for layer in (layers[0], layers[-1])]
+    sizes = (p.numel() for layer in layers for p in layer.module.parameters())
+    readers = sorted({reader for found in _readers(layout, stage).values() for reader in found})
+    return (
+        str(stage),
+        str(layout.schedule.placement[stage]),
+        names[0] if len(layers) == 1 else f"{names[0]} … {names[1]} ({len(layers)})",
+        f"{sum(sizes):,}",
+        _share(layout, numbers),
+        shortened(", ".join(map(str, readers))),
+    )
+
+
+def _heading(layout: Layout, model: str) -> str:
+    schedule = layout.schedule
+    sizes = f"{len(layout.layers)} layers in {schedule.num_stages} stages"
+    order = f"{schedule.name}, {schedule.num_microbatches} micro-batches"
+    return f"{model}: {sizes} on {schedule.num_ranks} ranks, {order}"
+
+
+def _share(layout: Layout, numbers: range) -> str:
+    """Return the share of these layers in all costs; nothing if costs are not known."""
+    total = sum(layout.costs)
+    return f"{sum(layout.costs[n] for n in numbers) / total:.0%}" if total else ""
 
 
 def _layer_lines(layout: Layout, numbers: range) -> Iterator[str]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,15 +83,18 @@ def _connected(pair: Pair, rank: int, group: OwnedGroup, accelerator: Accelerato
     """Return this rank's end of a channel, when a byte has been sent or received."""
     name = f"messages from rank {pair[0]} to rank {pair[1]}"
     other = pair[1] if rank == pair[0] else pair[0]
-    channel = _channel(group.now, other, name, accelerator)
-    lane = ChannelStream(channel, accelerator.new_stream(name))
+    stream = accelerator.new_stream(name)
+    lane = ChannelStream(_channel(group.now, other, accelerator, stream), stream)
     with accelerator.queueing_on(lane.stream):
         byte = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
-        (channel.send if rank == pair[0] else channel.receive)(byte)
+        (lane.channel.send if rank == pair[0] else lane.channel.receive)(byte)
     return lane
 
 
-def _channel(group: dist.ProcessGroup, other: int, name: str, accelerator: Accelerator) -> Channel:
+def _channel(
+    group: dist.ProcessGroup, other: int, accelerator: Accelerator, stream: Any
+) -> Channel:
     if isinstance(accelerator, CheckedAccelerator):
-        return OrderedChannel(group, other, name, accelerator.simulation.run)
+        observe = partial(accelerator.simulation.run_in_channel, stream)
+        return OrderedChannel(group, other, stream.name, observe)
     return TorchChannel(group, other)

@@ -1,0 +1,15 @@
+// Elements of a page, made in one expression.
+
+/** Return an element with these properties; `data` and `aria` are objects, children nodes or texts. */
+export function element(tag, { data = {}, aria = {}, ...properties } = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  Object.assign(made.dataset, data);
+  for (const [name, value] of Object.entries(aria)) made.setAttribute(`aria-${name}`, value);
+  made.append(...children);
+  return made;
+}
+
+/** Return the element of the page with this id. */
+export function byId(id) {
+  return document.getElementById(id);
+}
