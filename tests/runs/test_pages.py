@@ -121,7 +121,7 @@ def test_markdown_is_short_and_says_what_to_do(tmp_path: Path) -> None:
     text = markdown([full_run(tmp_path / "run")])
     assert len(text.splitlines()) < 30
     assert "| time of a step | 320 ms |" in text
-    assert "- −" in text
+    assert "- -13 %" in text
     assert "another schedule" in text
 
 

@@ -24,6 +24,7 @@ MOST_WORK = 20_000  # actions of a schedule that is tried: simulated in 0.1 s
 WORTH_DOUBLING = 3.0  # percent that twice as many micro-batches have to bring again
 SEARCHED = ("zb_1p", "zb_2p")  # takes seconds
 SAME_MEMORY = 1 + 1e-9
+MOST_LISTED = 32  # stages or ranks in a text
 
 
 def uneven_stages(step: MeasuredStep) -> Iterator[Finding]:
@@ -43,7 +44,7 @@ def uneven_stages(step: MeasuredStep) -> Iterator[Finding]:
             "uneven stages",
             f"stage {totals.index(slowest)} takes {number(slowest)} ms for a micro-batch, "
             f"and the mean of all stages is {number(mean)} ms",
-            f"use balance={list(other)} instead of {list(step.balance)}, or pipe.replan",
+            f"use {_balance(other)} instead of {list(step.balance)[:MOST_LISTED]}, or pipe.replan",
             gain,
         )
 
@@ -55,7 +56,7 @@ def slow_rank(step: MeasuredStep) -> Iterator[Finding]:
     if not slow:
         return
     worst = max(slow, key=lambda rank: slowness[rank])
-    names = ", ".join(map(str, slow))
+    names = ", ".join(map(str, slow[:MOST_LISTED]))
     even = _without_slowness(step)
     yield Finding(
         "a slow rank" if len(slow) == 1 else "slow ranks",
@@ -103,7 +104,7 @@ def another_schedule(step: MeasuredStep) -> Iterator[Finding]:
             found.append(option)
     best = min(found, key=lambda option: option.milliseconds, default=None)
     if best is not None:
-        balance = "" if best.balance == step.balance else f", balance={list(best.balance)}"
+        balance = "" if best.balance == step.balance else f", {_balance(best.balance)}"
         yield Finding(
             "another schedule",
             f"{step.configuration.schedule} leaves ranks idle for "
@@ -144,10 +145,7 @@ def varying_times(step: MeasuredStep) -> Iterator[Finding]:
 
 def waiting_for_data(step: MeasuredStep) -> Iterator[Finding]:
     """Find time that a step waits for its batch."""
-    advice = (
-        "load batches in the background, as DataLoader(…, num_workers=2, persistent_workers=True) "
-        "does"
-    )
+    advice = "load batches in the background, as a DataLoader does with num_workers=2"
     if step.metrics is not None:
         yield from _waiting("data", step.metrics, step.metrics.data_seconds, advice)
 
@@ -179,6 +177,11 @@ class ScheduleOption:
     balance: Balance
     milliseconds: float
     memory: float  # in activations of all stages of a rank
+
+
+def _balance(balance: Balance) -> str:
+    """Return an argument of `Pipeline`; a long one is for `replan` to find."""
+    return f"balance={list(balance)}" if len(balance) <= MOST_LISTED else "stages of equal times"
 
 
 def _option(step: MeasuredStep, name: str) -> ScheduleOption | None:
