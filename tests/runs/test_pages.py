@@ -187,7 +187,7 @@ def test_link_in_the_place_of_a_report_is_not_followed(tmp_path: Path) -> None:
     folder, elsewhere = write_run(tmp_path / "run"), tmp_path / "precious"
     for name in ("report.html", "report.html.partial"):
         (folder / name).symlink_to(elsewhere)
-    with pytest.raises(sl.ReportError, match="is a link"):
+    with pytest.raises(sl.ReportError, match="exists and is not a report"):
         report([folder])
     (folder / "report.html").unlink()
     report([folder])

@@ -18,6 +18,7 @@ from stageline.runs.pages.elements import details, items, pairs, paragraph, sect
 from stageline.runs.pages.style import part_class, run_class
 from stageline.runs.records import FAILED, SAVED, Event, Metrics
 from stageline.runs.run import Run
+from stageline.runs.timelines import titled
 from stageline.units import format_bytes
 
 LEGIBLE = 5.5  # font size in pixels of the numbers in a timeline
@@ -98,7 +99,7 @@ def timeline(run: Run) -> str:
     if run.predicted is None:
         picture = svg(measured, LEGIBLE)
     else:
-        title = f"{run.configuration.schedule}, predicted and measured in ms"
+        title = titled(run.configuration.schedule, "predicted and measured in ms")
         picture = Overlay(
             run.predicted, measured, title, _difference(run.predicted, measured)
         ).svg()
