@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from tests.distributed.kills import train_through
 
+from stageline.runs.read import read_run
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -21,3 +23,6 @@ def test_training_that_was_killed_ends_with_the_bits_of_one_that_was_not(tmp_pat
     )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    run = read_run(tmp_path / "disturbed")
+    assert (run.status, run.step, run.environment.num_processes) == ("finished", 120, 2)
+    assert run.notes == ()

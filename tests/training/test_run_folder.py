@@ -129,6 +129,17 @@ def test_run_that_was_done_already_leaves_its_record(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
 
 
+def test_run_without_end_is_recorded_like_others(tmp_path: Path) -> None:
+    pipe = pipeline()
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    never: dict[str, Any] = {"steps": 10**20, "save_every": 10**20, "report_every": 10**20}
+    data = FailingLoader(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        sl.fit(pipe, data, optimizer, folder=tmp_path, max_norm=torch.tensor(1.0), **never)
+    run = read_run(tmp_path)
+    assert (run.status, run.configuration.max_norm, run.notes) == ("interrupted", 1.0, ())
+
+
 class Warns(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         warnings.warn("the learning rate is high", UserWarning, stacklevel=1)

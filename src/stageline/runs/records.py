@@ -19,12 +19,13 @@ from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from stageline.limits import MOST_AMOUNT, MOST_COUNT, MOST_LAYERS, MOST_STAGES
+from stageline.limits import MOST_AMOUNT, MOST_LAYERS, MOST_STAGES
 from stageline.report.timeline import Timeline
 
 RUN, METRICS, TIMELINE, EVENTS = "run.json", "metrics.jsonl", "timeline.json", "events.jsonl"
 STARTED, FINISHED, FAILED, INTERRUPTED = "started", "finished", "failed", "interrupted"
 WARNING, SAVED, NOT_SAVED = "warning", "checkpoint saved", "checkpoint failed"
+MOST_STEPS = 10**15  # which checkpoints are limited to as well
 RECENT_STEPS = 3  # recorded steps in timeline.json: the median of 3 is not the one slow step
 MOST_ACTIONS = 20_000  # of a recorded step: 0.4 MB, written in 30 ms
 LONGEST_TEXT = 500  # characters of a name or message
@@ -49,7 +50,7 @@ def _finite(value: float | None) -> float | None:
 
 
 Text = Annotated[str, AfterValidator(printable)]
-Whole = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Whole = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT)]
 Measured = Annotated[float | None, AfterValidator(_finite)]  # None if it is NaN or infinite
 ByStage = Annotated[tuple[Amount, ...], Field(max_length=MOST_STAGES)]

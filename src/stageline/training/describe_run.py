@@ -16,7 +16,7 @@ from stageline.options import Options
 from stageline.pipeline import arguments_of, session_of
 from stageline.pipeline_setup import default_backend
 from stageline.planning.plan_result import Plan
-from stageline.runs.records import Configuration, Environment, PlannedCosts
+from stageline.runs.records import MOST_STEPS, Configuration, Environment, PlannedCosts
 from stageline.runtime.accelerators.measured_devices import device_name
 from stageline.runtime.backends.backend import Group
 from stageline.runtime.placement.layout import Layout
@@ -39,10 +39,11 @@ def configuration_of(run: TrainingRun) -> Configuration:
         options=dict(_options(arguments["options"])),
         optimizer=_optimizer_name(run),
         scheduler="" if run.scheduler is None else run.scheduler_name,
-        max_norm=run.max_norm,
-        steps=run.steps,
-        report_every=run.report_every,
-        save_every=run.save_every if run.folder else 0,
+        max_norm=None if run.max_norm is None else float(run.max_norm),
+        # some say 10**18 for without end, or for never
+        steps=min(run.steps, MOST_STEPS),
+        report_every=min(run.report_every, MOST_STEPS),
+        save_every=min(run.save_every, MOST_STEPS),
         num_parameters=sum(weights.numel() for weights in layout.layers.modules.parameters()),
         layers=tuple(layer.name for layer in layout.layers),
         layer_types=tuple(type(layer.module).__name__ for layer in layout.layers),

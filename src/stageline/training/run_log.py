@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,13 @@ class RunFolder:
                 self.add(WARNING, text)
 
 
+@dataclass(frozen=True)
 class RunLog:
-    """What the first process shows and stores; in other processes, nothing."""
+    """What the first process shows and stores; other processes have an empty one."""
 
-    def __init__(
-        self,
-        show: Callable[[int, str], None] | None = None,
-        store: WriteReport | None = None,
-        folder: RunFolder | None = None,
-    ) -> None:
-        self.show, self.store, self.folder = show, store, folder
+    show: Callable[[int, str], None] | None = None
+    store: WriteReport | None = None
+    folder: RunFolder | None = None
 
     def report(self, report: Report, timeline: Timeline | None) -> None:
         if self.show is not None:
