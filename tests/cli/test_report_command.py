@@ -49,7 +49,7 @@ def test_what_could_not_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         (["."], "is not the folder of a run: it has neither run.json nor metrics.jsonl"),
         (["run", "--output", "nowhere/x.html"], "use a file in a folder that exists"),
         (["run", "--output", "run/run.json"], "exists and is not a report: give another file"),
-        (["run", "--markdown", "run"], "not a regular file"),
+        (["run", "--markdown", "run"], "run exists and is not a report: give another file"),
     ],
 )
 def test_report_that_cannot_be_made_is_an_error_of_one_line(

@@ -212,6 +212,14 @@ def test_ranks_that_run_one_after_another_are_said_to(tmp_path: Path) -> None:
     assert finding.title == "ranks run one after another"
 
 
+def test_advice_for_many_stages_stays_short(tmp_path: Path) -> None:
+    uneven = (4.0,) * 10 + (1.0,) * 30
+    measured = with_balance(timeline(40, 32, **times(*uneven)), (2,) * 40)
+    found_here = found(tmp_path, measured, **layers((2,) * 40, (1.0,) * 80))
+    assert "use stages of equal times instead of [2, 2" in found_here["uneven stages"].advice
+    assert all(len(str(finding)) < 500 for finding in found_here.values())
+
+
 def test_run_without_a_recorded_step_has_no_findings(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "timeline.json").unlink()

@@ -101,7 +101,8 @@ def test_hostile_text_is_shown_and_is_not_html(tmp_path: Path) -> None:
     run = full_run(tmp_path / "<script>evil<img src=x>", **names)
     events = tuple(replace(event, message=EVIL, kind="warning") for event in run.events)
     hostile = replace(run, events=events, notes=(EVIL,))
-    for page in (run_page(hostile), comparison_page([hostile, replace(run, name="other")])):
+    unplanned, other = replace(hostile, predicted=None), replace(run, name="other")
+    for page in (run_page(hostile), run_page(unplanned), comparison_page([hostile, other])):
         found = Elements(page)
         assert found.tags.isdisjoint({"script", "img", "a"})
         assert "<script>" in "".join(found.text)
@@ -120,7 +121,7 @@ def test_markdown_is_short_and_says_what_to_do(tmp_path: Path) -> None:
     text = markdown([full_run(tmp_path / "run")])
     assert len(text.splitlines()) < 30
     assert "| time of a step | 320 ms |" in text
-    assert "- −" in text
+    assert "- -13 %" in text
     assert "another schedule" in text
 
 
@@ -154,6 +155,11 @@ def test_run_of_one_step_that_failed_says_where(tmp_path: Path) -> None:
     assert "failed at step 1" in markdown([run])
 
 
+def test_page_of_many_ranks_stays_small(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path / "run", timeline(500, 2))))
+    assert len(page) < 1_500_000
+
+
 def test_loss_that_was_not_finite_is_said_so(tmp_path: Path) -> None:
     lines = [line(10), line(20, loss=float("nan")), line(30, loss=float("inf"))]
     run = read_run(write_run(tmp_path / "run", lines=lines))
@@ -181,7 +187,7 @@ def test_link_in_the_place_of_a_report_is_not_followed(tmp_path: Path) -> None:
     folder, elsewhere = write_run(tmp_path / "run"), tmp_path / "precious"
     for name in ("report.html", "report.html.partial"):
         (folder / name).symlink_to(elsewhere)
-    with pytest.raises(sl.ReportError, match="is a link"):
+    with pytest.raises(sl.ReportError, match="exists and is not a report"):
         report([folder])
     (folder / "report.html").unlink()
     report([folder])

@@ -18,6 +18,7 @@ from stageline.units import format_bytes
 
 MOST_READ_WHOLE = 4 * 2**20  # of lines: 10,000 reports, read in 50 ms
 LONGEST_LINE = 2**16  # a report on a thousand ranks has 30 kB
+USUAL_LINE = 2**9  # an event has 100 bytes
 MOST_WITHOUT_END = 16 * 2**20  # bytes read in search of lines: a file without any took 6 s
 T = TypeVar("T")
 
@@ -48,13 +49,13 @@ def some_lines(folder: Path, name: str, most: int) -> list[bytes]:
 
 
 def last_lines(folder: Path, name: str, most: int) -> list[bytes]:
-    """Return the last lines of a file, as far as they are within a bound on their bytes."""
+    """Return the last lines of a file: one of any length, others of usual length."""
     file = open_inside(folder, name)
     if file is None:
         return []
     with file:
         size = os.fstat(file.fileno()).st_size
-        return _tail(file, size, MOST_READ_WHOLE // 8)[-most:]
+        return _tail(file, size, LONGEST_LINE + most * USUAL_LINE)[-most:]
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:

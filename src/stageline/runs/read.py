@@ -35,6 +35,7 @@ from stageline.runs.timelines import measured_timelines, predicted_timeline
 
 MOST_POINTS = 2000  # of a curve: more than a screen has pixels
 MOST_EVENTS = 1000
+FEW_EVENTS = 20  # to see how a run ended: a list of a thousand runs takes half a second
 MOST_RUNS = 1000  # in a list
 MOST_ENTRIES = 100_000  # of a folder that is searched for runs
 CHECKPOINT = re.compile(r"step-(\d{8,15})")
@@ -97,7 +98,7 @@ def _summary(place: Path) -> RunSummary:
     notes: list[str] = []
     record = _read(lambda: _value(RunRecord, place, RUN), notes) or NOTHING
     last = _read_lines(Metrics, METRICS, lambda: last_lines(place, METRICS, 1), notes)
-    events = _read_lines(Event, EVENTS, lambda: last_lines(place, EVENTS, MOST_EVENTS), notes)
+    events = _read_lines(Event, EVENTS, lambda: last_lines(place, EVENTS, FEW_EVENTS), notes)
     metrics = last[-1] if last else Metrics(record.resumed_from)
     return RunSummary(
         name=_name(place),
@@ -168,8 +169,8 @@ def _status(events: tuple[Event, ...]) -> str:
         if event.kind in (FINISHED, FAILED, INTERRUPTED):
             return event.kind
         if event.kind == STARTED:
-            return UNFINISHED
-    return UNKNOWN
+            break
+    return UNFINISHED if events else UNKNOWN
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:

@@ -59,7 +59,12 @@ def predicted_timeline(record: RunRecord, measured: tuple[Timeline, ...]) -> Tim
         for name, values in plan.costs.items()
     }
     predicted = simulate(schedule_of(measured[-1]), Costs(**fields))
-    return replace(predicted, name=f"{record.configuration.schedule}, predicted in ms")
+    return replace(predicted, name=titled(record.configuration.schedule, "predicted in ms"))
+
+
+def titled(schedule: str, words: str) -> str:
+    """Return the title of a timeline; a schedule of the user's own may have no name."""
+    return f"{schedule}, {words}" if schedule else words
 
 
 def _timeline(step: RecordedStep, schedule: str) -> Timeline:
@@ -77,7 +82,7 @@ def _timeline(step: RecordedStep, schedule: str) -> Timeline:
     return Timeline(
         spans,
         step.placement,
-        name=f"{schedule}, measured in ms",
+        name=titled(schedule, "measured in ms"),
         idle=tuple(Idle(*parts) for parts in step.idle),
         balance=step.balance or None,
         replicas=step.replicas,

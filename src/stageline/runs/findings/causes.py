@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from stageline.errors import StagelineError
 from stageline.report.summary import number, percent
 from stageline.runs.findings.finding import Finding
-from stageline.runs.findings.measured_step import Balance, MeasuredStep, Times
+from stageline.runs.findings.measured_step import Balance, MeasuredStep
 from stageline.runs.records import Metrics
 from stageline.schedules.build import build_schedule
 from stageline.schedules.families.registry import FAMILIES
 from stageline.schedules.schedule import Schedule
-from stageline.simulation.simulate import simulate
 
 LEAST_SLOWNESS = 1.2  # of a rank: medians of the same work differ by some percent
 LEAST_VARIATION = 0.1  # of a step: the simulation of a quiet one is off by some percent
 MOST_WORK = 20_000  # actions of a schedule that is tried: simulated in 0.1 s
 WORTH_DOUBLING = 3.0  # percent that twice as many micro-batches have to bring again
-# searched for seconds, or never a choice of its own
-NOT_TRIED = ("naive", "zb_1p", "zb_2p")
+SEARCHED = ("zb_1p", "zb_2p")  # takes seconds
 SAME_MEMORY = 1 + 1e-9
+MOST_LISTED = 32  # stages or ranks in a text
 
 
 def uneven_stages(step: MeasuredStep) -> Iterator[Finding]:
@@ -37,15 +36,15 @@ def uneven_stages(step: MeasuredStep) -> Iterator[Finding]:
         return
     totals = [sum(times) for times in even.stages]
     slowest, mean = max(totals), sum(totals) / num_stages
-    before = even.time_of(even.schedule, even.stages)
-    after = even.time_of(even.schedule, even.stage_times(other))
+    before = even.simulate(even.schedule, even.stages).makespan
+    after = even.simulate(even.schedule, even.stage_times(other)).makespan
     if other != step.balance and after < before:
         gain = step.gain(step.simulated * after / before)
         yield Finding(
             "uneven stages",
             f"stage {totals.index(slowest)} takes {number(slowest)} ms for a micro-batch, "
             f"and the mean of all stages is {number(mean)} ms",
-            f"use balance={list(other)} instead of {list(step.balance)}, or pipe.replan",
+            f"use {_balance(other)} instead of {list(step.balance)[:MOST_LISTED]}, or pipe.replan",
             gain,
         )
 
@@ -57,7 +56,7 @@ def slow_rank(step: MeasuredStep) -> Iterator[Finding]:
     if not slow:
         return
     worst = max(slow, key=lambda rank: slowness[rank])
-    names = ", ".join(map(str, slow))
+    names = ", ".join(map(str, slow[:MOST_LISTED]))
     even = _without_slowness(step)
     yield Finding(
         "a slow rank" if len(slow) == 1 else "slow ranks",
@@ -65,7 +64,7 @@ def slow_rank(step: MeasuredStep) -> Iterator[Finding]:
         f"{slowness[worst]:.2g} times as long as the same work takes elsewhere",
         "look what else runs on its device, at its clock and its temperature; or give it fewer "
         "layers: pipe.replan does, with a profile",
-        step.gain(even.time_of(even.schedule, even.stages)),
+        step.gain(even.simulate(even.schedule, even.stages).makespan),
     )
 
 
@@ -76,7 +75,7 @@ def few_microbatches(step: MeasuredStep) -> Iterator[Finding]:
     for more in (2 * count, 4 * count):
         other = _built(step, step.configuration.schedule, more)
         if other is not None and other.placement == step.schedule.placement:
-            found = step.gain(step.time_of(other, step.stages, count / more))
+            found = step.gain(step.simulate(other, step.stages, count / more).makespan)
             if found > gain + WORTH_DOUBLING:
                 gain, chosen = found, more
     if chosen:
@@ -95,17 +94,17 @@ def another_schedule(step: MeasuredStep) -> Iterator[Finding]:
     """Find the schedule that is fastest with these times, in the memory of the present one."""
     if step.configuration.schedule not in FAMILIES:
         return
-    most = max(_peaks(step, step.schedule, step.stages))
+    most = max(step.simulate(step.schedule, step.stages).peak_activations)
     found = []
     for name, family in FAMILIES.items():
-        if name in NOT_TRIED or not family.is_synchronous or name == step.configuration.schedule:
+        if not family.is_synchronous or name == step.configuration.schedule:
             continue
         option = _option(step, name)
         if option is not None and option.memory <= most * SAME_MEMORY:
             found.append(option)
     best = min(found, key=lambda option: option.milliseconds, default=None)
     if best is not None:
-        balance = "" if best.balance == step.balance else f", balance={list(best.balance)}"
+        balance = "" if best.balance == step.balance else f", {_balance(best.balance)}"
         yield Finding(
             "another schedule",
             f"{step.configuration.schedule} leaves ranks idle for "
@@ -126,7 +125,7 @@ def slow_messages(step: MeasuredStep) -> Iterator[Finding]:
             f"{number(max(map(sum, step.stages)))} ms for a micro-batch",
             "send less: cut where activations are small, use bfloat16, fewer stages per rank, or "
             "faster links; this is the gain if messages took no time",
-            step.gain(step.time_of(step.schedule, step.stages, transfers=free)),
+            step.gain(step.simulate(step.schedule, step.stages, transfers=free).makespan),
         )
 
 
@@ -146,10 +145,7 @@ def varying_times(step: MeasuredStep) -> Iterator[Finding]:
 
 def waiting_for_data(step: MeasuredStep) -> Iterator[Finding]:
     """Find time that a step waits for its batch."""
-    advice = (
-        "load batches in the background, as DataLoader(…, num_workers=2, persistent_workers=True) "
-        "does"
-    )
+    advice = "load batches in the background, as a DataLoader does with num_workers=2"
     if step.metrics is not None:
         yield from _waiting("data", step.metrics, step.metrics.data_seconds, advice)
 
@@ -183,6 +179,11 @@ class ScheduleOption:
     memory: float  # in activations of all stages of a rank
 
 
+def _balance(balance: Balance) -> str:
+    """Return an argument of `Pipeline`; a long one is for `replan` to find."""
+    return f"balance={list(balance)}" if len(balance) <= MOST_LISTED else "stages of equal times"
+
+
 def _option(step: MeasuredStep, name: str) -> ScheduleOption | None:
     schedule = _built(step, name, step.schedule.num_microbatches)
     if schedule is None:
@@ -194,12 +195,8 @@ def _option(step: MeasuredStep, name: str) -> ScheduleOption | None:
         if found is None:
             return None
         balance, stages = found, step.stage_times(found)
-    memory = max(_peaks(step, schedule, stages))
-    return ScheduleOption(name, balance, step.time_of(schedule, stages), memory)
-
-
-def _peaks(step: MeasuredStep, schedule: Schedule, stages: tuple[Times, ...]) -> tuple[float, ...]:
-    return simulate(schedule, step.costs(schedule, stages)).peak_activations
+    timeline = step.simulate(schedule, stages)
+    return ScheduleOption(name, balance, timeline.makespan, max(timeline.peak_activations))
 
 
 def _built(step: MeasuredStep, name: str, num_microbatches: int) -> Schedule | None:
@@ -207,19 +204,19 @@ def _built(step: MeasuredStep, name: str, num_microbatches: int) -> Schedule | N
     family, ranks = FAMILIES.get(name), step.schedule.num_ranks
     batch = (step.metrics.batch_size if step.metrics else None) or float("inf")
     samples = batch / max(step.configuration.num_replicas, 1)
-    if family is None or num_microbatches > samples:
+    if family is None or name in SEARCHED or num_microbatches > samples:
         return None
-    if 3 * ranks * family.chunks * num_microbatches > MOST_WORK:
+    built = max(num_microbatches, 2 * ranks if family.is_filled_by_slots else 1)
+    if 3 * ranks * family.chunks * built > MOST_WORK:
         return None
     chunks = len(step.stages) // ranks
-    takes_chunks = "chunks_per_rank" in family.options and chunks > 1
-    options = {"chunks_per_rank": chunks} if takes_chunks else {}
+    has_chunks = "chunks_per_rank" in family.options and chunks > 1
     try:
         return build_schedule(
             name,
             num_ranks=ranks,
             num_microbatches=num_microbatches,
-            **options,  # type: ignore[arg-type]
+            chunks_per_rank=chunks if has_chunks else None,
         )
     except StagelineError:
         return None  # it needs another number of micro-batches

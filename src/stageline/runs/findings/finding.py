@@ -13,7 +13,7 @@ class Finding:
 
     >>> finding = Finding("uneven stages", "stage 1 takes 9 ms of 12", "use balance=[2, 2]", 21.4)
     >>> print(finding)
-    −21 %  uneven stages: use balance=[2, 2]. Stage 1 takes 9 ms of 12.
+    -21 %  uneven stages: use balance=[2, 2]. Stage 1 takes 9 ms of 12.
     """
 
     title: str
@@ -22,6 +22,6 @@ class Finding:
     gain: float | None  # expected: percent less time for a step; None if it cannot be said
 
     def __str__(self) -> str:
-        gain = f"−{self.gain:.0f} %" if self.gain else "note"
+        gain = f"-{self.gain:.0f} %" if self.gain else "note"
         measured = f"{self.measured[:1].upper()}{self.measured[1:]}"
         return f"{gain:>5}  {self.title}: {self.advice}. {measured}."

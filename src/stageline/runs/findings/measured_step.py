@@ -90,7 +90,7 @@ class MeasuredStep:
     @cached_property
     def simulated(self) -> float:
         """Return the time of the step in a simulation: what alternatives are compared with."""
-        return self.time_of(self.schedule, self.stages)
+        return self.simulate(self.schedule, self.stages).makespan
 
     def gain(self, milliseconds: float) -> float:
         """Return by how many percent a step gets shorter if the simulation takes this long."""
@@ -99,22 +99,22 @@ class MeasuredStep:
         share = self.makespan / (self.makespan + self.between)
         return 100 * share * (1 - milliseconds / self.simulated)
 
-    def time_of(
+    def simulate(
         self,
         schedule: Schedule,
         stages: Sequence[Times],
         scale: float = 1.0,
         transfers: Sequence[float] | None = None,
-    ) -> float:
-        """Return how long a step takes with this schedule and these times, each times `scale`."""
-        return simulate(schedule, self.costs(schedule, stages, scale, transfers)).makespan
+    ) -> Timeline:
+        """Return a step with this schedule and these times of stages, each times `scale`."""
+        return simulate(schedule, self._costs(schedule, stages, scale, transfers))
 
-    def costs(
+    def _costs(
         self,
         schedule: Schedule,
         stages: Sequence[Times],
-        scale: float = 1.0,
-        transfers: Sequence[float] | None = None,
+        scale: float,
+        transfers: Sequence[float] | None,
     ) -> Costs:
         """Return costs with what the host does between two actions, and with transfers.
 

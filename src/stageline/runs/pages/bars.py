@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stageline.report.summary import number, percent
 from stageline.report.svg.drawing import xml
 from stageline.report.svg.lane_elements import px
 from stageline.runs.breakdown import PARTS, RankTime
+from stageline.runs.files import evenly
 from stageline.runs.pages.elements import details, legend, table
 from stageline.runs.pages.style import part_class
 
 FULL = 1000.0  # width of a bar of the greatest value, in units of the drawing
 MANY_ROWS = 16  # from here on rows are lower
+MOST_ROWS = 256  # that are shown of a thousand ranks
 
 
 def time_bars(rows: Sequence[tuple[str, RankTime]]) -> str:
@@ -21,14 +23,15 @@ def time_bars(rows: Sequence[tuple[str, RankTime]]) -> str:
     if not most:
         return ""
     used = [part for part in PARTS if any(part in time.parts for _, time in rows)]
-    bars = ((name, _segments(time, used, most), f"{number(time.total)} ms") for name, time in rows)
+    bars = [(name, _segments(time, used, most), f"{number(time.total)} ms") for name, time in rows]
     numbers = (
-        (name, *(_share(time, part) for part in used), number(time.total)) for name, time in rows
+        (name, *(_share(time, part) for part in used), number(time.total))
+        for name, time in evenly(rows, MOST_ROWS)
     )
     return "\n".join(
         [
             legend((part_class(part), part) for part in used),
-            bar_table(bars, len(rows)),
+            bar_table(bars),
             details("as numbers", table(("", *used, "ms"), numbers, "numbers")),
         ]
     )
@@ -39,14 +42,14 @@ def bar(value: float, most: float, css: str, words: str) -> str:
     return _rectangle(0.0, FULL * value / most if most else 0.0, css, words)
 
 
-def bar_table(rows: Iterable[tuple[str, str, str]], count: int) -> str:
-    """Return rows of a name, a bar as SVG elements, and a number."""
-    css = "bars dense" if count > MANY_ROWS else "bars"
+def bar_table(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return rows of a name, a bar as SVG elements, and a number; some of them if they are many."""
+    css = "bars dense" if len(rows) > MANY_ROWS else "bars"
     body = "\n".join(
         f'<tr><td>{xml(name)}</td><td><svg viewBox="0 0 {px(FULL)} 1" '
         f'preserveAspectRatio="none" role="img" aria-label="{xml(name)}">{elements}</svg></td>'
         f"<td>{xml(words)}</td></tr>"
-        for name, elements, words in rows
+        for name, elements, words in evenly(rows, MOST_ROWS)
     )
     return f'<table class="{css}"><tbody>\n{body}\n</tbody></table>'
 

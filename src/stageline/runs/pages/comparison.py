@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from stageline.report.summary import number
 from stageline.runs.breakdown import PARTS, RankTime
 from stageline.runs.findings.findings import findings
 from stageline.runs.pages import figures, sections
@@ -86,7 +85,7 @@ def _findings(named: Iterable[tuple[str, Run]]) -> str:
     rows = [
         (
             name,
-            f"−{number(round(finding.gain))} %" if finding.gain else "–",
+            f"−{finding.gain:.0f} %" if finding.gain else "–",
             finding.title,
             finding.advice,
         )

@@ -18,6 +18,7 @@ from stageline.runs.pages.elements import details, items, pairs, paragraph, sect
 from stageline.runs.pages.style import part_class, run_class
 from stageline.runs.records import FAILED, SAVED, Event, Metrics
 from stageline.runs.run import Run
+from stageline.runs.timelines import titled
 from stageline.units import format_bytes
 
 LEGIBLE = 5.5  # font size in pixels of the numbers in a timeline
@@ -45,8 +46,8 @@ def faster(run: Run, found: Sequence[Finding]) -> str:
         return section(title, paragraph(words)) if run.measured else ""
     shown = "\n".join(map(_finding, found))
     words = (
-        "Each gain is simulated with the measured times as if it were the only change: gains do "
-        "not add up."
+        "How much less time a step would take, simulated with the measured times. Each gain is for "
+        "one change alone: they do not add up."
     )
     return section(title, paragraph(words, "soft"), f'<ul class="findings">{shown}</ul>')
 
@@ -98,7 +99,7 @@ def timeline(run: Run) -> str:
     if run.predicted is None:
         picture = svg(measured, LEGIBLE)
     else:
-        title = f"{run.configuration.schedule}, predicted and measured in ms"
+        title = titled(run.configuration.schedule, "predicted and measured in ms")
         picture = Overlay(
             run.predicted, measured, title, _difference(run.predicted, measured)
         ).svg()
@@ -153,7 +154,7 @@ def memory(run: Run) -> str:
         "The peak of each process: of its accelerators, or of the whole process with Python and "
         "PyTorch if it has none."
     )
-    return section("Memory", paragraph(words, "soft"), bar_table(bars, len(bars)))
+    return section("Memory", paragraph(words, "soft"), bar_table(bars))
 
 
 def checkpoints(run: Run) -> str:

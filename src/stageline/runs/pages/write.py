@@ -23,17 +23,8 @@ def check_replaceable(path: str | os.PathLike[str]) -> Path:
     place = checked_path(path, ReportError)
     if not place.parent.is_dir():
         raise ReportError(f"{place} cannot be written: use a file in a folder that exists")
-    if not os.path.lexists(place):
-        return place
-    try:
-        file = open_inside(place.parent, place.name)
-    except ReportError as error:
-        raise ReportError(f"{place} cannot be written: {error}") from None
-    if file is not None:
-        with file:
-            beginning = file.read(MOST_READ).decode(errors="replace")
-        if beginning and GENERATOR not in beginning and not beginning.startswith(MARK):
-            raise ReportError(f"{place} exists and is not a report: give another file")
+    if os.path.lexists(place) and not _is_report(place):
+        raise ReportError(f"{place} exists and is not a report: give another file")
     return place
 
 
@@ -43,3 +34,16 @@ def write_report(path: Path, text: str) -> None:
         replace_file(path, text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _is_report(path: Path) -> bool:
+    """Return whether a file says at its beginning that it is a report, or is empty."""
+    try:
+        file = open_inside(path.parent, path.name)
+    except ReportError:
+        return False  # a link or a folder, say
+    if file is None:
+        return True  # it was deleted just now
+    with file:
+        beginning = file.read(MOST_READ).decode(errors="replace")
+    return not beginning or GENERATOR in beginning or beginning.startswith(MARK)
