@@ -25,7 +25,7 @@ export function fillRanks(table, titles, timelines) {
   const rows = Array.from({ length: most }, (_, rank) => [
     `rank ${rank}`,
     ...good.flatMap(([, timeline]) => (rank < numRanks(timeline) ? [
-      shortNumber(timeline.busy[rank]),
+      timeline.verdict ? "–" : shortNumber(timeline.busy[rank]),
       timeline.makespan ? percent(1 - timeline.busy[rank] / timeline.makespan) : "–",
       shortNumber(timeline.peakMemory[rank]) + (isOver(timeline, rank) ? " (over the limit)" : ""),
     ] : ["", "", ""])),
