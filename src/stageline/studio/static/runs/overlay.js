@@ -6,6 +6,7 @@ import { shortNumber } from "../shared/numbers.js";
 const LANE = 11, GAP = 3, PAIR = 8, TOP = 20, GUTTER = 98; // pixels
 const LEAST_TEXT = 24; // width of an action that has room for its name
 const MOST_WIDTH = 16000; // pixels of a canvas, which browsers limit
+export const MOST_RANKS = 400; // their lanes are as high as that
 const NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 
 /** A picture of a step. State: what it shows. `read` is called with what is under the pointer. */
@@ -52,7 +53,7 @@ export class StepPicture {
 function lanesOf({ measured, predicted }) {
   const lanes = [];
   let top = 0;
-  measured.rows.forEach((row, rank) => {
+  measured.rows.slice(0, MOST_RANKS).forEach((row, rank) => {
     for (const [lane, isMeasured] of [[predicted?.rows[rank], false], [row, true]]) {
       if (!lane) continue;
       lanes.push({ rank, row: lane, isMeasured, top, bottom: top + LANE });
