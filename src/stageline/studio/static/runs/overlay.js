@@ -2,11 +2,11 @@
 
 import { element } from "../shared/elements.js";
 import { shortNumber } from "../shared/numbers.js";
+import { MOST_RANKS } from "./ranks.js";
 
 const LANE = 11, GAP = 3, PAIR = 8, TOP = 20, GUTTER = 98; // pixels
 const LEAST_TEXT = 24; // width of an action that has room for its name
 const MOST_WIDTH = 16000; // pixels of a canvas, which browsers limit
-export const MOST_RANKS = 400; // their lanes are as high as that
 const NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 
 /** A picture of a step. State: what it shows. `read` is called with what is under the pointer. */

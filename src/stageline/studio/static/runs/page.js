@@ -6,8 +6,8 @@ import { shortNumber } from "../shared/numbers.js";
 import { post } from "../shared/requests.js";
 import { CurveChart } from "./curves.js";
 import { RunList } from "./list.js";
-import { MOST_RANKS, StepPicture } from "./overlay.js";
-import { showMemory, showRanks } from "./ranks.js";
+import { StepPicture } from "./overlay.js";
+import { omitted, showMemory, showRanks } from "./ranks.js";
 import { showEvents, showFacts, showFindings } from "./reports.js";
 import { pointsOf } from "./series.js";
 
@@ -116,9 +116,8 @@ function drawDetails() {
 function drawStep({ measured, predicted, measured_step: step, ...details }) {
   byId("step").hidden = !measured;
   const above = predicted ? `predicted ${shortNumber(predicted.makespan)} ms, above it; ` : "there is no plan to compare with; ";
-  const omitted = measured?.rows.length > MOST_RANKS ? `; the first ${MOST_RANKS} ranks are drawn` : "";
   byId("step-caption").textContent = measured
-    ? `step ${step}: ${above}measured ${shortNumber(measured.makespan)} ms${omitted}` : "No step has been recorded yet.";
+    ? `step ${step}: ${above}measured ${shortNumber(measured.makespan)} ms${omitted(measured.rows)}` : "No step has been recorded yet.";
   if (measured) picture.draw({ measured, predicted, ...details }, Number(state.zoom));
 }
 
