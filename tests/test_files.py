@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
-from stageline.cli.options import ScheduleRequest, read_costs
+from stageline.cli.options import ScheduleRequest
+from stageline.costs import read_costs
 from stageline.errors import CostsError, PlanError, ScheduleError
 from stageline.files import read_bytes, read_json, read_text, write_text
 from stageline.planning.partition.pipedream_graph import parse_graph, read_graph

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stageline.arguments import check_size, shown
 from stageline.errors import CostsError
+from stageline.files import read_json
 from stageline.limits import LEAST_AMOUNT, MOST_AMOUNT, MOST_STAGES, check_most
 
 PerStage = float | Sequence[float]
@@ -195,6 +197,36 @@ class Costs:
 PER_STAGE = tuple(f.name for f in fields(Costs) if f.name != "links")
 UNIT = ("forward", "input_grad", "weight_grad", "activation")  # 1 by default
 BETWEEN_STAGES = ("transfer", "message", "links")  # not divided over the chunks of a rank
+
+
+def read_costs(path: Path) -> dict[str, Any]:
+    """Return the costs in a JSON file, by name; raise `CostsError` if one is not known."""
+    return costs_of_json(read_json(path, CostsError), str(path))
+
+
+def costs_of_json(values: object, source: str) -> dict[str, Any]:
+    """Return costs by name from a JSON object; `source` is what errors call it.
+
+    >>> costs_of_json({"forward": 1.5, "links": {"latency": 0.1}}, "costs.json")
+    {'forward': 1.5, 'links': Link(latency=0.1, bandwidth=inf)}
+    """
+    if not isinstance(values, dict):
+        raise CostsError(f"{source} holds {type(values).__name__}, but costs are a JSON object")
+    unknown = sorted(set(values) - set(Costs.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(Costs.__dataclass_fields__)
+        raise CostsError(f"{source} has {', '.join(map(shown, unknown))}, but costs are {known}")
+    if isinstance(values.get("links"), dict):
+        return values | {"links": _link(source, values["links"])}
+    return values
+
+
+def _link(source: str, values: dict[str, Any]) -> Link:
+    if not values.keys() <= Link.__dataclass_fields__.keys():
+        raise CostsError(
+            f"{source} has links {shown(values)}, but a link is a latency and a bandwidth"
+        )
+    return Link(**values)
 
 
 def _numbers(name: str, value: object) -> float | tuple[float, ...]:

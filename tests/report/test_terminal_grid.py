@@ -22,7 +22,7 @@ def test_a_label_stands_once_in_an_action_of_its_colour(two_ranks: Timeline) -> 
     text = coloured(two_ranks, width=80)
     assert text.plain.startswith("rank 0 │ F0 F1 .. .. B0    .. B1    \n")
     assert colours_of(text, "F0 ") == {f"#FFFFFF on {COLOURS[Kind.F]}"}
-    assert colours_of(text, "B1 ") == {f"#FFFFFF on {COLOURS[Kind.B]}"}
+    assert colours_of(text, "B1 ") == {f"#000000 on {COLOURS[Kind.B]}"}
 
 
 def test_later_chunks_are_lighter(v_shape: Timeline) -> None:

@@ -14,10 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stageline.arguments import shown
-from stageline.costs import Costs, Link
+from stageline.costs import Costs, read_costs
 from stageline.errors import CostsError, ScheduleError
-from stageline.files import read_json
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import build_schedule, family_of, schedule_names
 from stageline.schedules.check import check
@@ -219,28 +217,6 @@ def check_synchronous(names: Iterable[str]) -> None:
                 "so no plain loop gives the same numbers; use one of "
                 f"{', '.join(schedule_names(synchronous=True))}"
             )
-
-
-def read_costs(path: Path) -> dict[str, Any]:
-    """Return the costs in a JSON file, by name; raise `CostsError` if one is not known."""
-    values = read_json(path, CostsError)
-    if not isinstance(values, dict):
-        raise CostsError(f"{path} holds {type(values).__name__}, but costs are a JSON object")
-    unknown = sorted(set(values) - set(Costs.__dataclass_fields__))
-    if unknown:
-        known = ", ".join(Costs.__dataclass_fields__)
-        raise CostsError(f"{path} has {', '.join(map(shown, unknown))}, but costs are {known}")
-    if isinstance(values.get("links"), dict):
-        values["links"] = _link(path, values["links"])
-    return values
-
-
-def _link(path: Path, values: dict[str, Any]) -> Link:
-    if not values.keys() <= Link.__dataclass_fields__.keys():
-        raise CostsError(
-            f"{path} has links {shown(values)}, but a link is a latency and a bandwidth"
-        )
-    return Link(**values)
 
 
 def _numbers(name: str, text: str) -> float | list[float]:

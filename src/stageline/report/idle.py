@@ -16,6 +16,8 @@ from typing import NamedTuple
 from stageline.report.spans import Span
 from stageline.schedules.action import Kind
 
+ROUNDED = 1 - 1e-9  # the last digits of a sum depend on the order of its terms
+
 
 class Idle(NamedTuple):
     """The idle time of one rank, as the sum of four parts."""
@@ -24,6 +26,19 @@ class Idle(NamedTuple):
     imbalance: float  # additional waiting, because stages do not take equally long
     transfer: float  # waiting for a message in transit
     host: float  # between actions although nothing was missing
+
+
+def step_bubble(busy: Sequence[float], makespan: float) -> float:
+    """Return the idle share of ranks × makespan, from the work of each rank."""
+    return 1.0 - sum(busy) / (len(busy) * makespan) if makespan else 0.0
+
+
+def span_bubble(busy: Sequence[float], rank_spans: Sequence[float]) -> float:
+    """Return the idle share of the longest rank span, from the work and the span of each rank."""
+    longest = max(rank_spans, default=0.0)
+    pairs = zip(rank_spans, busy, strict=True)
+    work = max((work for span, work in pairs if span >= longest * ROUNDED), default=0.0)
+    return max(0.0, (longest - work) / longest) if longest else 0.0
 
 
 def idle_table(idle: Sequence[Idle], makespan: float) -> Iterator[str]:

@@ -34,7 +34,7 @@ def memory_curves(
     spans: Sequence[Sequence[Span]], placement: Placement, costs: Costs, replicas: Replicas = ()
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
     """Return the memory of each rank over time."""
-    static, changes = costs.static(placement, replicas), _changes(len(placement), costs)
+    static, changes = costs.static(placement, replicas), memory_changes(len(placement), costs)
     copy = costs.per_stage("parameters", len(placement))
     return tuple(tuple(_curve(row, changes, copy, static[rank])) for rank, row in enumerate(spans))
 
@@ -43,12 +43,12 @@ def peak_memory(
     rows: Sequence[Sequence[Action]], placement: Placement, costs: Costs, replicas: Replicas = ()
 ) -> tuple[float, ...]:
     """Return the peak memory of each rank, which depends only on the order of its actions."""
-    static, changes = costs.static(placement, replicas), _changes(len(placement), costs)
+    static, changes = costs.static(placement, replicas), memory_changes(len(placement), costs)
     copy = costs.per_stage("parameters", len(placement))
     return tuple(static[rank] + _peak(row, changes, copy) for rank, row in enumerate(rows))
 
 
-def _changes(num_stages: int, costs: Costs) -> dict[Kind, list[MemoryChange]]:
+def memory_changes(num_stages: int, costs: Costs) -> dict[Kind, list[MemoryChange]]:
     """Return the changes by kind and stage.
 
     An F allocates its activation at its start, a gradient frees what no other needs at its end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache
 
@@ -44,6 +45,7 @@ LETTERS = {
 
 Paint = Callable[[Action], str]
 Rgb = tuple[float, float, float]
+LUMINANCE: Rgb = (0.2126, 0.7152, 0.0722)  # of linear red, green and blue
 
 
 def letter(kind: Kind) -> str:
@@ -99,9 +101,14 @@ def mix(parts: list[tuple[str, float]]) -> str:
 
 
 def ink(background: str) -> str:
-    """Return black or white, whichever is easier to read on a background."""
-    red, green, blue = _rgb(background)
-    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else WHITE
+    """Return black or white, whichever has more contrast on a background, as WCAG defines it."""
+    luminance = sum(map(operator.mul, LUMINANCE, map(_linear, _rgb(background))))
+    return BLACK if (luminance + 0.05) ** 2 > 1.05 * 0.05 else WHITE
+
+
+def _linear(channel: float) -> float:
+    share = channel / 255
+    return share / 12.92 if share <= 0.04045 else float(((share + 0.055) / 1.055) ** 2.4)
 
 
 def _rgb(colour: str) -> Rgb:

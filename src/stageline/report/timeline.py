@@ -8,16 +8,14 @@ from functools import cached_property
 from pathlib import Path
 
 from stageline.costs import Costs
-from stageline.report.idle import Idle, busy_share, steady_window
+from stageline.report.idle import Idle, busy_share, span_bubble, steady_window, step_bubble
 from stageline.report.memory import memory_curves
 from stageline.report.spans import MemoryLevel, Spans, Transfer
 from stageline.schedules.action_times import ActionTimes
 from stageline.schedules.edges import Edge, Routes, chain
-from stageline.schedules.lower_bounds import Bounds, lower_bounds
+from stageline.schedules.lower_bounds import Bounds, lower_bounds, reached_or_bound
 from stageline.schedules.placement import Placement, Replicas
 from stageline.schedules.schedule import Schedule
-
-ROUNDED = 1 - 1e-9  # the last digits of a sum depend on the order of its terms
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Timeline:
     @property
     def step_bubble(self) -> float:
         """Return the idle share of ranks × makespan: the loss if every step ends with a barrier."""
-        return 1.0 - sum(self.busy) / (self.num_ranks * self.makespan) if self.makespan else 0.0
+        return step_bubble(self.busy, self.makespan)
 
     @cached_property
     def rank_spans(self) -> tuple[float, ...]:
@@ -71,10 +69,7 @@ class Timeline:
     @property
     def span_bubble(self) -> float:
         """Return the idle share of the longest rank span: the loss without barriers."""
-        longest = max(self.rank_spans, default=0.0)
-        pairs = zip(self.rank_spans, self.busy, strict=True)
-        work = max((work for span, work in pairs if span >= longest * ROUNDED), default=0.0)
-        return max(0.0, (longest - work) / longest) if longest else 0.0
+        return span_bubble(self.busy, self.rank_spans)
 
     @cached_property
     def steady_busy(self) -> tuple[float, ...]:
@@ -133,12 +128,12 @@ class Timeline:
         It holds for all orders of F, I and W with this placement, these costs and no more
         activations on any rank than here.
         """
-        return _reached(self._bounds.makespan, self.makespan)
+        return reached_or_bound(self._bounds.makespan, self.makespan)
 
     @property
     def span_lower_bound(self) -> float:
         """Return a proven lower bound on the longest rank span; see `lower_bound`."""
-        return _reached(self._bounds.span, max(self.rank_spans, default=0.0))
+        return reached_or_bound(self._bounds.span, max(self.rank_spans, default=0.0))
 
     @cached_property
     def _bounds(self) -> Bounds:
@@ -167,8 +162,3 @@ class Timeline:
         from stageline.report.text.grid import plain, terminal_width  # noqa: PLC0415  as above
 
         return plain(self, terminal_width())
-
-
-def _reached(bound: float, reached: float) -> float:
-    """Return the bound, or exactly the value that was reached if they differ only by rounding."""
-    return reached if abs(bound - reached) <= 1e-9 * reached else bound

@@ -57,6 +57,11 @@ def lower_bounds(
     return Bounds(max(makespan for makespan, _ in bounds), max(span for _, span in bounds))
 
 
+def reached_or_bound(bound: float, reached: float) -> float:
+    """Return the bound, or exactly the value that was reached if they differ only by rounding."""
+    return reached if abs(bound - reached) <= 1e-9 * reached else bound
+
+
 @dataclass(frozen=True)
 class _MicrobatchPath:
     """The times and sizes on the path of a micro-batch through all stages and back."""

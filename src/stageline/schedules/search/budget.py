@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -22,19 +23,28 @@ SILENT_SECONDS = 1.0
 
 
 class SearchBudget:
-    """A limit on the tasks to time; shows a progress bar on a terminal after one second."""
+    """A limit on the tasks to time; shows a progress bar on a terminal after one second.
 
-    def __init__(self, num_tasks: float) -> None:
+    With `watch`, it calls that with the share that is spent instead.
+    """
+
+    def __init__(self, num_tasks: float, watch: Callable[[float], None] | None = None) -> None:
         self.num_tasks, self.num_spent = num_tasks, 0.0
+        self.watch = watch
         self.started = time.monotonic()
         self.bar: tuple[Progress, TaskID] | None = None
 
     @staticmethod
-    def of(tasks_per_order: int, time_budget: float | None) -> SearchBudget:
+    def of(
+        tasks_per_order: int,
+        time_budget: float | None,
+        watch: Callable[[float], None] | None = None,
+    ) -> SearchBudget:
         """Return the budget for `time_budget` seconds, or the default one."""
         if time_budget is not None:
-            return SearchBudget(time_budget * TASKS_PER_SECOND)
-        return SearchBudget(min(NUM_TIMINGS * tasks_per_order, MOST_SECONDS * TASKS_PER_SECOND))
+            return SearchBudget(time_budget * TASKS_PER_SECOND, watch)
+        most = MOST_SECONDS * TASKS_PER_SECOND
+        return SearchBudget(min(NUM_TIMINGS * tasks_per_order, most), watch)
 
     @property
     def is_exhausted(self) -> bool:
@@ -45,7 +55,10 @@ class SearchBudget:
         if self.is_exhausted:
             return False
         self.num_spent += num_tasks
-        self._show()
+        if self.watch is None:
+            self._show()
+        else:
+            self.watch(min(1.0, self.num_spent / self.num_tasks))
         return True
 
     def _show(self) -> None:

@@ -63,6 +63,21 @@ def search_schedule(
     >>> timeline.rank_spans[0], timeline.span_lower_bound
     (22.5, 22.5)
     """
+    return watched_search(None, **locals())
+
+
+def watched_search(
+    watch: Callable[[float], None] | None,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_limit: float | str | None,
+    chunks_per_rank: int | None,
+    placement: str,
+    time_budget: float | None,
+    seed: int,
+) -> Schedule:
+    """Search as `search_schedule` does, and call `watch` with the share of the work done so far."""
     costs = Costs() if costs is None else costs
     check_type("costs", costs, Costs, "use sl.Costs(forward=…)", CostsError)
     check_size("num_ranks", num_ranks)
@@ -80,7 +95,7 @@ def search_schedule(
     costs.check_num_stages(len(stage_ranks))
     limits = activation_limits(memory_limit, stage_ranks, costs)
     problem = SearchProblem(stage_ranks, num_microbatches, costs, limits)
-    with SearchBudget.of(problem.num_tasks, time_budget) as budget:
+    with SearchBudget.of(problem.num_tasks, time_budget, watch) as budget:
         best = _search(problem, budget, random.Random(seed))
     return problem.schedule(best.lanes, "searched")
 
