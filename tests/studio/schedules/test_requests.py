@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+import stageline as sl
+from stageline.studio.schedules.fields import SearchFields
+from stageline.studio.schedules.orders import OrderStore
+from stageline.studio.schedules.search import WatchedSearch
 
 
 def answer(studio: str, path: str, body: object) -> tuple[int, bytes]:
@@ -111,3 +117,64 @@ def test_actions_without_duration_are_shown(shared_studio: str) -> None:
     status, content = answer(shared_studio, "pictures", body)
     assert status == 200
     assert b'"makespan": 0.0' in content
+
+
+LINES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"family": "gpipe"}, {}),
+    ({"family": "zbv"}, {"forward": [1, 2, 1, 1], "transfer": 0.1, "links": {"latency": 0.5}}),
+    ({"family": "interleaved_1f1b", "chunks_per_rank": 3, "num_microbatches": 12}, {"retained": 0}),
+    ({"family": "1f1b", "num_minibatches": 2}, {"parameters": 3, "step": 1}),
+    ({"family": "pipedream", "num_minibatches": 3}, {"activation": 6}),
+    ({"family": "1f1b", "moves": [[1, 1, 2]]}, {}),
+]
+
+
+def header_of(studio: str, schedule: object, costs: object) -> Any:
+    status, content = answer(studio, "pictures", {"schedules": [schedule], "costs": costs})
+    assert status == 200
+    return json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])[0]
+
+
+def assert_line_makes(studio: str, schedule: object, costs: object) -> None:
+    status, line = answer(studio, "save", {"schedule": schedule, "costs": costs, "suffix": "py"})
+    assert status == 200
+    names: dict[str, sl.Timeline] = {}
+    exec(line.decode(), names)  # noqa: S102  as the user does
+    timeline, header = names["timeline"], header_of(studio, schedule, costs)
+    assert timeline.makespan == header["makespan"]
+    assert timeline.lower_bound == header["lowerBound"]
+    assert list(timeline.peak_memory) == header["peakMemory"]
+    assert timeline.step_bubble == pytest.approx(header["stepBubble"])
+    assert timeline.span_bubble == pytest.approx(header["spanBubble"])
+
+
+@pytest.mark.parametrize(("schedule", "costs"), LINES, ids=[each["family"] for each, _ in LINES])
+def test_the_line_of_python_makes_the_same_timeline(
+    shared_studio: str, schedule: dict[str, Any], costs: dict[str, Any]
+) -> None:
+    assert_line_makes(shared_studio, schedule, costs)
+
+
+def test_the_line_of_a_search_finds_the_same_order(shared_studio: str) -> None:
+    sizes = {"num_ranks": 3, "num_microbatches": 4}
+    rest = {"costs": {"forward": 2}, "memory_limit": 3, "placement": "v", "time_budget": 0.05}
+    search = {**sizes, **rest, "seed": 1}
+    status, content = answer(shared_studio, "search", search)
+    assert status == 200
+    assert "makespan" in json.loads(content.splitlines()[-1])["message"]
+    assert_line_makes(shared_studio, {"search": search, **sizes}, {"forward": 2})
+
+
+def test_a_long_edited_order_is_read_from_its_csv_file(shared_studio: str) -> None:
+    schedule = {**ONE, "num_ranks": 16, "num_microbatches": 128, "moves": [[0, 1, 2]]}
+    _, line = answer(shared_studio, "save", {"schedule": schedule, "suffix": "py"})
+    assert b'sl.Schedule.from_csv("1f1b-edited.csv")' in line
+
+
+def test_a_search_that_nobody_watches_is_given_up() -> None:
+    fields = SearchFields(num_ranks=8, num_microbatches=64, time_budget=60)
+    search = WatchedSearch(OrderStore(), fields, asyncio.new_event_loop())
+    search.is_abandoned.set()
+    search.run()
+    assert search.lines.empty()
+    search.loop.close()

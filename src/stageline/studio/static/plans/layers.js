@@ -19,7 +19,7 @@ export function drawLayers(container, result, way, cost) {
   const format = cost === "time" ? formatSeconds : formatBytes;
   const total = values.reduce((sum, value) => sum + value, 0);
   const width = Math.max(280, container.clientWidth);
-  const scale = total ? width / total : 0;
+  const scale = total ? width / total : 0; // if nothing costs anything, there is no bar
   const note = element("p", { className: "hint", role: "status" }, "Point at a layer or a stage, or use the arrow keys.");
   const share = (value) => `${format(value)}, ${percent(total ? value / total : 0)}`;
   const say = (text) => () => note.replaceChildren(text);

@@ -4,6 +4,7 @@ import { readState, writeState } from "../shared/address.js";
 import { byId, element } from "../shared/elements.js";
 import { counted, formatBytes, formatSeconds } from "../shared/units.js";
 import { keep, kept, listExamples, readExample } from "./inputs.js";
+import { AS_DESCRIBED, DEFAULTS, fieldsOf, INPUTS, readKnobs, showKnobs } from "./knobs.js";
 import { drawLayers } from "./layers.js";
 import { drawScatter, markChosen } from "./scatter.js";
 import { search } from "./search.js";
@@ -11,14 +12,6 @@ import { showTable } from "./table.js";
 import { showWay } from "./ways.js";
 
 const FIRST_EXAMPLE = "gpt-1.3b";
-const NUMBERS = ["batch_size", "num_devices", "link_speed", "microbatch_size"];
-const KNOBS = [...NUMBERS, "memory", "optimizer"];
-const CHECKS = ["recompute", "asynchronous"];
-const DEFAULTS = {
-  example: "", files: "", batch_size: "", num_devices: "", memory: "", link_speed: "1",
-  microbatch_size: "", optimizer: "adamw", recompute: "true", asynchronous: "false",
-  way: "", cost: "time", sort: "1",
-};
 const MILLISECONDS_BEFORE_COMPARING = 250;
 const MILLISECONDS_BEFORE_PROGRESS = 400;
 
@@ -28,38 +21,13 @@ let running = null; // the AbortController of the comparison that runs
 let timer = 0;
 let areTextsNew = false; // and not kept yet
 
-function showKnobs() {
-  for (const name of KNOBS) byId(name).value = state[name];
-  for (const name of CHECKS) byId(name).checked = state[name] === "true";
-  byId("cost").value = state.cost;
-  byId("example").value = state.example;
-}
-
-function readKnobs() {
-  for (const name of KNOBS) state[name] = byId(name).value.trim();
-  for (const name of CHECKS) state[name] = String(byId(name).checked);
-}
-
-function fields() {
-  const numbers = NUMBERS.filter((name) => state[name] !== "").map((name) => [name, Number(state[name])]);
-  return {
-    ...Object.fromEntries(numbers),
-    profile: byId("profile").value,
-    cluster: byId("cluster").value,
-    memory: state.memory,
-    optimizer: state.optimizer,
-    recompute: state.recompute === "true",
-    asynchronous: state.asynchronous === "true",
-  };
-}
-
 async function loadExample(name) {
   const example = await readExample(name);
   byId("profile").value = example.profile;
   byId("cluster").value = example.cluster;
   state.batch_size ||= String(example.batch_size);
   Object.assign(state, { example: name, files: "" });
-  showKnobs();
+  showKnobs(state);
   showOrigin("This example is computed from formulas. A link holds its name and all knobs.");
 }
 
@@ -126,7 +94,7 @@ async function run(kind, use, fail = () => {}) {
   const say = (text) => { if (!byId("cancel").hidden) byId("progress").textContent = `planning: ${text}`; };
   document.body.setAttribute("aria-busy", "true");
   try {
-    use(await search(kind, fields(), say, mine.signal));
+    use(await search(kind, fieldsOf(state), say, mine.signal));
   } catch (problem) {
     if (running !== mine) return; // a later search has begun
     const isCancelled = problem.name === "AbortError";
@@ -143,7 +111,7 @@ async function run(kind, use, fail = () => {}) {
 }
 
 function showResult() {
-  byId("result").hidden = false;
+  byId("result").hidden = !result.ways.length;
   byId("result").classList.remove("outdated");
   const { ways, num_ways: total, message, layers, cluster } = result;
   byId("error").textContent = message;
@@ -203,8 +171,8 @@ async function readFile(event, name) {
 
 function listen() {
   byId("inputs").addEventListener("submit", (event) => event.preventDefault());
-  for (const name of [...KNOBS, ...CHECKS]) {
-    byId(name).addEventListener("input", () => { readKnobs(); compareSoon(); });
+  for (const name of INPUTS) {
+    byId(name).addEventListener("input", () => { readKnobs(state); compareSoon(); });
   }
   for (const name of ["profile", "cluster"]) {
     byId(`${name}-file`).addEventListener("change", (event) => readFile(event, name));
@@ -216,8 +184,8 @@ function listen() {
     start(() => loadExample(name));
   });
   byId("reset").addEventListener("click", () => {
-    Object.assign(state, { num_devices: "", memory: "", link_speed: "1", microbatch_size: "" });
-    showKnobs();
+    Object.assign(state, AS_DESCRIBED);
+    showKnobs(state);
     compareSoon();
   });
   byId("save").addEventListener("click", savePlan);
@@ -266,6 +234,6 @@ async function restore() {
   return useTexts();
 }
 
-showKnobs();
+showKnobs(state);
 listen();
 start(restore);

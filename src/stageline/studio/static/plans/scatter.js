@@ -2,7 +2,7 @@
 
 import { axes } from "../shared/axes.js";
 import { roving } from "../shared/roving.js";
-import { amountScale } from "../shared/scales.js";
+import { amountScale, extentOf } from "../shared/scales.js";
 import { svgElement } from "../shared/svg.js";
 import { formatBytes, formatSeconds } from "../shared/units.js";
 import { isBest, labelOf } from "./ways.js";
@@ -18,10 +18,10 @@ export function drawScatter(container, result, chosen, { show, choose }) {
   const frame = {
     left: MARGIN.left, top: MARGIN.top, right: width - MARGIN.right, bottom: HEIGHT - MARGIN.bottom,
   };
-  const ways = result.ways.filter((way) => way.fits !== null && way.seconds > 0);
-  const x = amountScale(extent(ways.map((way) => way.seconds)), [frame.left, frame.right]);
+  const ways = result.ways.filter((way) => way.fits !== null);
+  const x = amountScale(extentOf(ways.map((way) => way.seconds)) ?? [0, 1], [frame.left, frame.right]);
   const memory = [...ways.map((way) => way.peak_memory), result.memory];
-  const y = amountScale(extent(memory), [frame.bottom, frame.top], { inBytes: true });
+  const y = amountScale(extentOf(memory), [frame.bottom, frame.top], { inBytes: true });
   const svg = svgElement("svg", {
     class: "chart", width, height: HEIGHT, role: "group",
     "aria-label": "Ways to train: time of a step against peak memory. Arrow keys move by time.",
@@ -83,8 +83,4 @@ function memoryLimit({ left, right, top }, y, memory) {
     svgElement("text", { x: right - 4, y: isLow ? y - 6 : y + 14, "text-anchor": "end" },
       `memory of a device: ${formatBytes(memory)}`),
   );
-}
-
-function extent(values) {
-  return [Math.min(...values), Math.max(...values)];
 }

@@ -38,10 +38,10 @@ export function labelOf(way, result) {
 
 /** Show a way: its description, its expected time and memory, and why it lost. */
 export function showWay(container, way, result) {
-  const rate = way.seconds ? result.batch_size / way.seconds : Infinity;
+  const rate = way.seconds ? shortNumber(result.batch_size / way.seconds) : "–";
   const facts = [
     ["time of a step", `${timeOf(way)} (${PRECISION[way.precision]})`],
-    ["samples per second", shortNumber(rate)],
+    ["samples per second", rate],
     ["peak memory", `${memoryOf(way)} of ${formatBytes(result.memory)}`],
     ["idle", way.precision === "bound" ? "not known" : percent(way.bubble)],
     ["cut", counted(way.balance.length, "stage")],

@@ -2,7 +2,7 @@
 
 import { axes } from "../shared/axes.js";
 import { shortNumber } from "../shared/numbers.js";
-import { amountScale, linearScale } from "../shared/scales.js";
+import { amountScale, extentOf, linearScale } from "../shared/scales.js";
 import { svgElement } from "../shared/svg.js";
 import { nearest, rangeOf, smoothed } from "./series.js";
 
@@ -137,9 +137,7 @@ function valueScale(lines, [low, high], pixels, logarithmic) {
   const values = lines.flatMap(({ smooth }) => smooth
     .filter(([x, value]) => value !== null && x >= low && x <= high && (!logarithmic || value > 0))
     .map(([, value]) => value));
-  let [least, most] = [Infinity, -Infinity];
-  for (const value of values) [least, most] = [Math.min(least, value), Math.max(most, value)];
-  if (least > most) [least, most] = logarithmic ? [0.1, 1] : [0, 1];
+  const [least, most] = extentOf(values) ?? (logarithmic ? [0.1, 1] : [0, 1]);
   if (logarithmic) return amountScale([least, most], pixels, { isLogarithmic: true });
   const pad = 0.05 * (most - least || Math.abs(most) || 1);
   return linearScale([least - pad, most + pad], pixels);

@@ -19,7 +19,8 @@ export class RunList {
 
   /** Show these runs; `colourOf` gives the number of a chosen run's colour. */
   update(runs, now, chosen, opened, colourOf) {
-    for (const key of [...this.rows.keys()]) if (!runs.some((run) => run.key === key)) this.remove(key);
+    const keys = new Set(runs.map((run) => run.key));
+    for (const key of [...this.rows.keys()]) if (!keys.has(key)) this.remove(key);
     runs.forEach((run, index) => {
       const row = this.rows.get(run.key) ?? this.add(run);
       if (this.body.children[index] !== row.element) this.body.insertBefore(row.element, this.body.children[index] ?? null);

@@ -2,6 +2,7 @@
 
 import { element } from "../shared/elements.js";
 import { shortNumber } from "../shared/numbers.js";
+import { MOST_RANKS } from "./ranks.js";
 
 const LANE = 11, GAP = 3, PAIR = 8, TOP = 20, GUTTER = 98; // pixels
 const LEAST_TEXT = 24; // width of an action that has room for its name
@@ -52,7 +53,7 @@ export class StepPicture {
 function lanesOf({ measured, predicted }) {
   const lanes = [];
   let top = 0;
-  measured.rows.forEach((row, rank) => {
+  measured.rows.slice(0, MOST_RANKS).forEach((row, rank) => {
     for (const [lane, isMeasured] of [[predicted?.rows[rank], false], [row, true]]) {
       if (!lane) continue;
       lanes.push({ rank, row: lane, isMeasured, top, bottom: top + LANE });

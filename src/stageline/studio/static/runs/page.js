@@ -7,7 +7,7 @@ import { post } from "../shared/requests.js";
 import { CurveChart } from "./curves.js";
 import { RunList } from "./list.js";
 import { StepPicture } from "./overlay.js";
-import { showMemory, showRanks } from "./ranks.js";
+import { omitted, showMemory, showRanks } from "./ranks.js";
 import { showEvents, showFacts, showFindings } from "./reports.js";
 import { pointsOf } from "./series.js";
 
@@ -21,6 +21,7 @@ const state = readState(DEFAULTS);
 const read = new Map(); // what was read of a run, by its key
 const colours = new Map(); // the number of the colour of a chosen run
 let runs = [], version = "", now = 0, timer = 0;
+let isLooking = false, isLookWanted = false;
 
 const list = new RunList(byId("list"), { toggle, open });
 const charts = {
@@ -57,7 +58,8 @@ function open(key) {
 function choose(keys) {
   state.runs = keys.join(",");
   writeState(state, DEFAULTS);
-  update();
+  showList();
+  look();
 }
 
 function zoom(range) {
@@ -115,7 +117,7 @@ function drawStep({ measured, predicted, measured_step: step, ...details }) {
   byId("step").hidden = !measured;
   const above = predicted ? `predicted ${shortNumber(predicted.makespan)} ms, above it; ` : "there is no plan to compare with; ";
   byId("step-caption").textContent = measured
-    ? `step ${step}: ${above}measured ${shortNumber(measured.makespan)} ms` : "No step has been recorded yet.";
+    ? `step ${step}: ${above}measured ${shortNumber(measured.makespan)} ms${omitted(measured.rows)}` : "No step has been recorded yet.";
   if (measured) picture.draw({ measured, predicted, ...details }, Number(state.zoom));
 }
 
@@ -125,39 +127,49 @@ function showKnobs() {
   byId("logarithmic").checked = state.logarithmic === "true";
 }
 
-/** Look what has changed, and read that. Only one look runs at a time. */
+/** Look what has changed, and read and draw that. Only one look runs at a time. */
 async function look() {
+  if (document.hidden) return; // it is looked at again when the page becomes visible
+  isLookWanted = true;
+  if (isLooking) return;
   clearTimeout(timer);
-  try {
-    const found = await (await post("api/runs/list", { version })).json();
-    ({ version, now } = found);
-    if (found.runs) runs = found.runs.sort((a, b) => (b.started ?? 0) - (a.started ?? 0) || (a.key < b.key ? -1 : 1));
-    if (!state.runs && !state.details && !read.size && runs.length) {
-      Object.assign(state, { runs: runs[0].key, details: runs[0].key }); // the latest
-    }
-    byId("error").textContent = "";
-    await update();
-  } catch (problem) {
-    version = "";
-    byId("error").textContent = problem.message;
+  isLooking = true;
+  while (isLookWanted) {
+    isLookWanted = false;
+    say(await lookOnce().catch((problem) => problem.message));
   }
-  clearTimeout(timer);
-  if (!document.hidden) timer = setTimeout(look, MILLISECONDS_BETWEEN_LOOKS);
+  isLooking = false;
+  timer = setTimeout(look, MILLISECONDS_BETWEEN_LOOKS);
 }
 
-/** Read what is chosen and not known in its current version, and draw. */
-async function update() {
-  list.update(runs, now, chosen(), state.details, colourOf);
-  byId("empty").hidden = runs.length > 0;
-  byId("list").hidden = !runs.length;
+/** Return what is wrong, or ''. */
+async function lookOnce() {
+  const found = await (await post("api/runs/list", { version })).json();
+  now = found.now;
+  if (found.runs) runs = found.runs.sort((a, b) => (b.started ?? 0) - (a.started ?? 0) || (a.key < b.key ? -1 : 1));
+  if (!state.runs && !state.details && !read.size && runs.length) {
+    Object.assign(state, { runs: runs[0].key, details: runs[0].key }); // the latest
+  }
+  showList();
   const wanted = new Set([...chosen(), ...(state.details ? [state.details] : [])]);
   const missing = [...wanted].filter((key) => !runs.some((run) => run.key === key));
   const changes = await Promise.all([...wanted].filter((key) => !missing.includes(key)).map(readRun));
-  if (missing.length) byId("error").textContent = `not in this folder: ${missing.join(", ")}`;
+  version = found.version; // not before all is read: what fails is read again
   if (changes.some(Boolean) || isNew(wanted)) {
     drawCurves();
     drawDetails();
   }
+  return missing.length ? `not in this folder: ${missing.join(", ")}` : "";
+}
+
+function showList() {
+  list.update(runs, now, chosen(), state.details, colourOf);
+  byId("empty").hidden = runs.length > 0;
+  byId("list").hidden = !runs.length;
+}
+
+function say(problem) {
+  if (byId("error").textContent !== problem) byId("error").textContent = problem;
 }
 
 let drawn = "";
@@ -208,7 +220,7 @@ function listen() {
     drawDetails();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawDetails);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+  document.addEventListener("visibilitychange", look);
 }
 
 showKnobs();

@@ -2,17 +2,22 @@
 
 import { element } from "../shared/elements.js";
 import { percent, shortNumber } from "../shared/numbers.js";
+import { extentOf } from "../shared/scales.js";
 import { foldedTable } from "../shared/tables.js";
 import { formatBytes } from "../shared/units.js";
 
+/** As many ranks are shown; a browser limits the height of pictures. */
+export const MOST_RANKS = 400;
+
 /** Show stacked bars of the parts of each rank's time. */
-export function showRanks(container, { breakdown, parts, measured_step: step }) {
+export function showRanks(container, { breakdown: all, parts, measured_step: step }) {
+  const breakdown = all.slice(0, MOST_RANKS);
   if (!breakdown.length) {
     container.replaceChildren(element("p", { className: "quiet" }, "No step has been recorded yet."));
     return;
   }
   const totals = breakdown.map((each) => parts.reduce((sum, name) => sum + (each.parts[name] ?? 0), 0));
-  const most = Math.max(...totals);
+  const [, most] = extentOf(totals);
   const used = parts.filter((name) => breakdown.some((each) => each.parts[name]));
   const number = (name) => parts.indexOf(name);
   const rows = breakdown.map(({ rank, parts: times }, index) => {
@@ -30,7 +35,7 @@ export function showRanks(container, { breakdown, parts, measured_step: step }) 
   const cells = breakdown.map(({ rank, parts: times }, index) =>
     [String(rank), ...used.map((name) => shortNumber(times[name] ?? 0)), shortNumber(totals[index])]);
   keepOpen(container, [
-    element("p", { className: "quiet" }, `Step ${step}, with the mean time between two steps.`),
+    element("p", { className: "quiet" }, `Step ${step}, with the mean time between two steps${omitted(all)}.`),
     legend, element("div", { className: "bars", aria: { hidden: "true" } }, ...rows),
     foldedTable("Times as a table, in ms", ["rank", ...used, "in all"], cells),
   ]);
@@ -42,9 +47,10 @@ export function showMemory(container, { memory, planned_memory: planned, is_memo
     container.replaceChildren(element("p", { className: "quiet" }, "No memory has been reported yet."));
     return;
   }
-  const most = Math.max(...memory, ...planned);
+  const [, most] = extentOf([...memory, ...planned]);
   const isComparable = byRank && planned.length === memory.length;
-  const shown = memory.length ? memory : planned;
+  const all = memory.length ? memory : planned;
+  const shown = all.slice(0, MOST_RANKS);
   const rows = shown.map((bytes, index) => {
     const bar = element("div", { className: "bar" });
     const part = element("span", { className: memory.length ? "part held" : "part planned" });
@@ -61,7 +67,12 @@ export function showMemory(container, { memory, planned_memory: planned, is_memo
   const what = memory.length
     ? "Peak of each " + (byRank ? "rank" : "process: ranks that are threads share one, and without an accelerator it is all of the process")
     : "As the plan expects it; none has been reported yet";
-  container.replaceChildren(element("p", { className: "quiet" }, `${what}.`), element("div", { className: "bars" }, ...rows));
+  container.replaceChildren(element("p", { className: "quiet" }, `${what}${omitted(all)}.`), element("div", { className: "bars" }, ...rows));
+}
+
+/** Return what to say if not all ranks are shown. */
+export function omitted(ranks) {
+  return ranks.length > MOST_RANKS ? `; the first ${MOST_RANKS} of ${ranks.length.toLocaleString("en")} are shown` : "";
 }
 
 function barRow(number, bar, text, noun = "rank") {

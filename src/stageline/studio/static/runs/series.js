@@ -1,5 +1,7 @@
 // The curves of runs as points: along steps or time, smoothed, and where a pointer is.
 
+import { extentOf } from "../shared/scales.js";
+
 /** Return a curve as [x, value] pairs; what was not a number is null. */
 export function pointsOf(curves, name, along) {
   const begin = curves.time.find((time) => time !== null) ?? 0;
@@ -31,11 +33,5 @@ export function nearest(points, x) {
 
 /** Return the smallest and the largest x of all series. */
 export function rangeOf(series) {
-  let low = Infinity, high = -Infinity;
-  for (const { points } of series) {
-    if (!points.length) continue;
-    low = Math.min(low, points[0][0]);
-    high = Math.max(high, points.at(-1)[0]);
-  }
-  return low <= high ? [low, high] : [0, 1];
+  return extentOf(series.flatMap(({ points }) => points.map(([x]) => x))) ?? [0, 1];
 }

@@ -13,7 +13,7 @@ export class Board {
   constructor(state) {
     this.state = state; // view and time are those of the page
     this.figures = []; // { picture, timeline }
-    this.selected = null; // { figure, action }
+    this.selected = null; // { figure, action, numActions }
     this.hovered = null;
     this.moved = null;
     this.showsDependencies = false;
@@ -28,11 +28,11 @@ export class Board {
     });
   }
 
-  /** Show these figures; the selection is kept where its action still exists. */
+  /** Show these figures; the selection is kept if its figure still has as many actions. */
   show(figures) {
     const kept = this.selected && figures.find(({ name }) => name === this.selected.figure.name);
-    const exists = kept && this.selected.action < kept.timeline.starts.length;
-    this.selected = exists ? { figure: kept, action: this.selected.action } : null;
+    const isSame = kept && kept.timeline.starts.length === this.selected.numActions;
+    this.selected = isSame ? { ...this.selected, figure: kept } : null;
     this.hovered = null;
     this.moved = null;
     this.figures = figures;
@@ -66,7 +66,8 @@ export class Board {
 
   /** Select an action of a figure, and move it into view. */
   select(figure, action, showsDependencies = this.showsDependencies) {
-    this.selected = action === NOTHING ? null : { figure, action };
+    const numActions = figure.timeline.starts.length;
+    this.selected = action === NOTHING ? null : { figure, action, numActions };
     this.showsDependencies = showsDependencies && action !== NOTHING;
     if (action !== NOTHING) {
       const { starts, ends } = figure.timeline;

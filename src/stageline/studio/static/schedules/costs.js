@@ -13,8 +13,7 @@ const FIELDS = [
   { id: "retained", label: "Retained", hint: "the part of it that the weight gradient still needs" },
 ];
 const PER_PART = FIELDS.filter(({ id }) => id !== "transfer");
-const MOST = 4; // the end of a slider
-const SEPARATE_FROM = 0; // sliders begin here: an action may be free
+const SLIDER_END = 4;
 
 /** Fill the knobs for the costs of a rank, for those of each part, and the text. */
 export function costKnobs(state, onChange) {
@@ -24,7 +23,7 @@ export function costKnobs(state, onChange) {
 
 function rankKnobs(state, onChange) {
   const knobs = FIELDS.map((field) => knob(
-    { ...field, min: SEPARATE_FROM, max: field.max ?? MOST, step: 0.05 },
+    { ...field, min: 0, max: field.max ?? SLIDER_END, step: 0.05 },
     (value) => {
       state.costs[field.id] = value;
       onChange();
@@ -48,7 +47,7 @@ function partKnobs(state, onChange) {
     const values = Array.isArray(value) ? value : Array(state.p).fill(value);
     if (knobs.length !== values.length) {
       knobs = values.map((_, part) => knob(
-        { id: `stage-${part}`, label: String(part), min: SEPARATE_FROM, max: MOST, step: 0.05 },
+        { id: `stage-${part}`, label: String(part), min: 0, max: SLIDER_END, step: 0.05 },
         (turned) => {
           const all = valueOf(state, field());
           const list = Array.isArray(all) ? [...all] : Array(state.p).fill(all);

@@ -1,6 +1,6 @@
 // A schedule on the page: its heading, its buttons, the checker's verdict and its picture.
 
-import { element } from "../shared/elements.js";
+import { element, setText } from "../shared/elements.js";
 import { percent, shortNumber, signedPercent } from "../shared/numbers.js";
 import { Picture } from "./picture.js";
 import { saveButtons } from "./save.js";
@@ -43,7 +43,7 @@ export function updateFigure(figure, timeline, numMoves) {
   figure.picture.frame.hidden = Boolean(error);
   figure.undo.hidden = figure.reset.hidden = !numMoves;
   figure.verdict.classList.toggle("error", Boolean(error || verdict));
-  figure.verdict.textContent = error || verdict || (numMoves ? legalEdit(figure, makespan) : "");
+  setText(figure.verdict, error || verdict || (numMoves ? legalEdit(figure, makespan) : ""));
   if (!numMoves) figure.makespanBefore = makespan ?? null;
 }
 

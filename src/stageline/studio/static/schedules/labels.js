@@ -31,7 +31,7 @@ export function drawAxis(context, layout, colours) {
 }
 
 /** Draw the names of actions that are wide enough, such as F3. */
-export function drawNames(context, timeline, layout) {
+export function drawNames(context, timeline, layout, colours) {
   const size = Math.min(12, 0.75 * layout.lane);
   if (size < LEAST_FONT) return;
   context.font = `${size}px ${FONT}`;
@@ -49,7 +49,7 @@ export function drawNames(context, timeline, layout) {
       if (!text) continue;
       const chunk = timeline.chunks[timeline.stages[at]];
       context.fillStyle = timeline.neverRun[at]
-        ? context.canvas.dataset.text
+        ? colours.text
         : timeline.colours[timeline.kindOf[at]][chunk][1];
       context.fillText(text, (left + right) / 2, y);
     }

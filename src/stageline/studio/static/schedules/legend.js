@@ -3,17 +3,14 @@
 import { element } from "../shared/elements.js";
 import { kindInWords } from "./timeline.js";
 
-/** Fill the list of colours: one for each kind, and for each chunk if ranks have several stages. */
+/** Fill the list of colours: for each kind as many as the ranks have stages. */
 export function fillLegend(list, timelines) {
   const good = timelines.filter(({ error }) => !error);
-  const most = good.reduce((a, b) => (a && a.colours[0].length >= b.colours[0].length ? a : b), null);
-  const kinds = most ? most.kinds.filter((_, code) => good.some(({ kindOf }) => kindOf.includes(code))) : [];
-  const items = kinds.map((kind) => {
-    const shades = most.colours[most.kinds.indexOf(kind)];
-    const swatches = shades.map(([colour, ink], chunk) => swatch(
-      colour, ink, kind[0], shades.length > 1 ? `stage ${chunk + 1} of a rank` : "",
-    ));
-    return element("li", {}, ...swatches, ` ${kindInWords(kind)}`);
+  const [first] = good.toSorted((a, b) => b.colours[0].length - a.colours[0].length);
+  const items = (first?.kinds ?? []).flatMap((kind, code) => {
+    if (!good.some(({ kindOf }) => kindOf.includes(code))) return [];
+    const swatches = first.colours[code].map(([colour, ink]) => swatch(colour, ink, kind[0]));
+    return [element("li", {}, ...swatches, ` ${kindInWords(kind)}`)];
   });
   if (good.some(({ verdict }) => verdict)) items.push(element("li", {}, "pale: never runs"));
   items.push(element("li", {}, sample("memory"), " memory of the rank"));
@@ -30,8 +27,8 @@ function sample(name) {
   return element("span", { className: `swatch ${name}` });
 }
 
-function swatch(colour, ink, letter, title) {
-  const made = element("span", { className: "swatch", title }, letter);
+function swatch(colour, ink, letter) {
+  const made = element("span", { className: "swatch" }, letter);
   made.style.background = colour;
   made.style.color = ink;
   return made;

@@ -3,6 +3,8 @@
 import { laneTop, xOf } from "./layout.js";
 import { NOTHING, actionAt, dependentsOf, pathTo, rankOf } from "./timeline.js";
 
+const LEAST_OUTLINED = 6; // pixels
+
 /** Draw the marks of a picture; each of `marks` may be null, or `NOTHING` for an action. */
 export function drawMarks(context, timeline, layout, colours, marks) {
   context.save();
@@ -44,9 +46,17 @@ function drawTime(context, timeline, layout, colours, time) {
   context.fillRect(xOf(layout, time) - 0.75, layout.axis - 8, 1.5, layout.height);
 }
 
+/** Outline the actions of a path; those that are too narrow for it get a line above them. */
 function drawPath(context, timeline, layout, colours, action) {
+  context.fillStyle = colours.text;
   for (const at of pathTo(timeline, action)) {
-    outline(context, timeline, layout, at, colours.text, 1.5);
+    const width = (timeline.ends[at] - timeline.starts[at]) * layout.scale;
+    if (width < LEAST_OUTLINED) {
+      const top = laneTop(layout, rankOf(timeline, at)) - 2;
+      context.fillRect(xOf(layout, timeline.starts[at]), top, Math.max(1, width), 3);
+    } else {
+      outline(context, timeline, layout, at, colours.text, 1.5);
+    }
   }
 }
 

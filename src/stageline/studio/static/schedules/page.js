@@ -1,6 +1,6 @@
 // The page of schedules: the knobs turn a state, the server times it, the board draws it.
 
-import { byId, element } from "../shared/elements.js";
+import { byId, element, setText } from "../shared/elements.js";
 import { post } from "../shared/requests.js";
 import { Board, cellOf } from "./board.js";
 import { costKnobs } from "./costs.js";
@@ -34,7 +34,7 @@ const act = {
     const { rank, position } = cellOf(figure.timeline, action);
     if (position === target) return;
     shownOf(figure).moves.push([rank, position, target]);
-    board.selected = { figure, action: figure.timeline.rowStarts[rank] + target };
+    board.select(figure, figure.timeline.rowStarts[rank] + target);
     onChange();
   },
   undo(figure) {
@@ -58,8 +58,8 @@ async function ask() {
   isAsking = true;
   while (isAskedAgain) {
     isAskedAgain = false;
+    const shown = state.shown.map(({ name, moves }) => ({ name, moves: [...moves] }));
     try {
-      const shown = state.shown.map(({ name, moves }) => ({ name, moves: [...moves] }));
       const response = await post("api/schedules/pictures", {
         schedules: shown.map((each) => requestOf(state, each)),
         costs: state.costs,
@@ -68,10 +68,16 @@ async function ask() {
       show(shown, decodeTimelines(await response.arrayBuffer()));
       showError("");
     } catch (problem) {
-      showError(problem.message);
+      showProblem(shown, problem.message);
     }
   }
   isAsking = false;
+}
+
+/** Keep the pictures beside a message; if there are none, put it where they would be. */
+function showProblem(shown, message) {
+  if (board.figures.length || !shown.length) showError(message);
+  else show(shown, shown.map(({ name }) => ({ name, error: message })));
 }
 
 function show(shown, timelines) {
@@ -117,8 +123,7 @@ function saveAddress() {
 }
 
 function showError(message) {
-  const box = byId("error");
-  if (box.textContent !== message) box.textContent = message;
+  setText(byId("error"), message);
 }
 
 /** Show what is under the pointer beside it. */
@@ -161,8 +166,8 @@ function connectToolbar() {
   byId("knobs").addEventListener("submit", (event) => event.preventDefault());
   byId("figures").addEventListener("drawn", () => {
     const { selected } = board;
-    byId("selected").textContent = selected
-      ? describeAction(selected.figure.timeline, selected.action).join(", ") : "";
+    setText(byId("selected"), selected
+      ? describeAction(selected.figure.timeline, selected.action).join(", ") : "");
     saveAddress();
   });
 }

@@ -36,7 +36,6 @@ export class Picture {
     this.layout = layout;
     this.frame.style.height = `${layout.height}px`;
     const context = sized(this.lanes, layout, ratio);
-    this.lanes.dataset.text = colours.text;
     this.image = rasterOf(timeline, layout, ratio, colours.pixels, mostHeld, this.image);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, this.lanes.width, this.lanes.height);
@@ -44,7 +43,7 @@ export class Picture {
     context.putImageData(this.image, left, top);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawAxis(context, layout, colours);
-    drawNames(context, timeline, layout);
+    drawNames(context, timeline, layout, colours);
     this.marks.setAttribute("aria-label", this.describe());
   }
 

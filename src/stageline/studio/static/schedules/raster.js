@@ -2,6 +2,7 @@
 // that pixel, so that a picture of 50,000 actions takes as long as one of 500: it is one loop over
 // the visible actions, and one row of pixels for each lane, which is then copied to its full height.
 
+import { rgb } from "./colours.js";
 import { firstAfter } from "./timeline.js";
 
 const GAP = 0.06; // of an action's width, between it and the next one ...
@@ -43,12 +44,6 @@ export function rasterOf(timeline, layout, ratio, colours, mostHeld, before = nu
 /** Return the colour of each action's stage and kind, as [red, green, blue]. */
 function paintsOf(timeline) {
   return timeline.colours.map((row) => timeline.chunks.map((chunk) => rgb(row[chunk][0])));
-}
-
-/** Return a colour such as #0072b2 as [red, green, blue]. */
-export function rgb(text) {
-  const value = parseInt(text.trim().slice(1), 16);
-  return [value >> 16, (value >> 8) & 255, value & 255];
 }
 
 function addLane(timeline, layout, ratio, rank, paints, sums, levels, width) {

@@ -25,7 +25,7 @@ export function fillRanks(table, titles, timelines) {
   const rows = Array.from({ length: most }, (_, rank) => [
     `rank ${rank}`,
     ...good.flatMap(([, timeline]) => (rank < numRanks(timeline) ? [
-      shortNumber(timeline.busy[rank]),
+      timeline.verdict ? "–" : shortNumber(timeline.busy[rank]),
       timeline.makespan ? percent(1 - timeline.busy[rank] / timeline.makespan) : "–",
       shortNumber(timeline.peakMemory[rank]) + (isOver(timeline, rank) ? " (over the limit)" : ""),
     ] : ["", "", ""])),
@@ -45,10 +45,10 @@ function measures(timeline, first) {
   const memory = `${shortNumber(peaks[1])}${over ? ` (${over} over the limit)` : ""}`;
   const last = [shortNumber(peaks[0]), memory];
   if (timeline.makespan === undefined) return ["deadlock", "–", "–", "–", "–", ...last];
-  const change = timeline.makespan / first.makespan - 1;
+  const isCompared = timeline !== first && first.makespan > 0;
   return [
     shortNumber(timeline.makespan),
-    timeline === first ? "" : signedPercent(change),
+    isCompared ? signedPercent(timeline.makespan / first.makespan - 1) : "",
     shortNumber(timeline.lowerBound),
     percent(timeline.stepBubble),
     percent(timeline.spanBubble),

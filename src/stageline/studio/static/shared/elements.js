@@ -9,6 +9,11 @@ export function element(tag, { data = {}, aria = {}, ...properties } = {}, ...ch
   return made;
 }
 
+/** Set the text of an element, unless it has it: what is set is read aloud again. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 /** Return the element of the page with this id. */
 export function byId(id) {
   return document.getElementById(id);

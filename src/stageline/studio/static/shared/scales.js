@@ -14,17 +14,17 @@ export function linearScale([low, high], [start, end]) {
   return scale;
 }
 
-/** Return a scale for amounts above 0: logarithmic if they differ by much; ticks may be of bytes. */
+/** Return a scale for amounts: logarithmic if they differ by much; ticks may be of bytes. */
 export function amountScale([low, high], range, { inBytes = false, isLogarithmic = high / low > MOST_LINEAR_RATIO } = {}) {
-  const margin = Math.max(1.02, (high / low) ** 0.05);
-  if (!isLogarithmic) {
+  if (!isLogarithmic || low <= 0) {
     const pad = 0.06 * (high - low || high);
     const scale = linearScale([Math.max(0, low - pad), high + pad], range);
-    const unit = inBytes ? 1024 ** Math.floor(Math.log2(high) / 10) : 1;
+    const unit = inBytes && high >= 1 ? 1024 ** Math.floor(Math.log2(high) / 10) : 1;
     scale.ticks = (count) => linearTicks(scale.domain[0] / unit, scale.domain[1] / unit, count)
       .map((tick) => tick * unit);
     return scale;
   }
+  const margin = Math.max(1.02, (high / low) ** 0.05);
   const logarithmic = linearScale([Math.log(low / margin), Math.log(high * margin)], range);
   const scale = (value) => logarithmic(Math.log(value));
   scale.invert = (pixel) => Math.exp(logarithmic.invert(pixel));
@@ -64,4 +64,14 @@ function powersOfTwo(low, high) {
   const ticks = [];
   for (let power = first; power <= last; power += step) ticks.push(2 ** power);
   return ticks;
+}
+
+/** Return the smallest and the largest of values, or null if there are none. */
+export function extentOf(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return low <= high ? [low, high] : null;
 }
