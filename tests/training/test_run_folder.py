@@ -133,9 +133,10 @@ def test_run_without_end_is_recorded_like_others(tmp_path: Path) -> None:
     pipe = pipeline()
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     never: dict[str, Any] = {"steps": 10**20, "save_every": 10**20, "report_every": 10**20}
+    never["max_norm"] = torch.tensor(1.0)
     data = FailingLoader(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        sl.fit(pipe, data, optimizer, folder=tmp_path, max_norm=torch.tensor(1.0), **never)
+        sl.fit(pipe, data, optimizer, folder=tmp_path, **never)
     run = read_run(tmp_path)
     assert (run.status, run.configuration.max_norm, run.notes) == ("interrupted", 1.0, ())
 
