@@ -138,6 +138,14 @@ def test_several_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert "| schedule |" not in shown
 
 
+def test_comparison_says_what_ended_a_run(tmp_path: Path) -> None:
+    events = (("started", 0, ""), ("failed", 7, "OSError: no such image"))
+    failed = read_run(write_run(tmp_path / "failed", events=events))
+    page = Elements(comparison_page([full_run(tmp_path / "run"), failed]))
+    assert "Errors" in page.headings
+    assert "OSError: no such image" in page.text
+
+
 def test_run_that_has_only_started_has_a_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", events=(("started", 0, ""),))
     for name in ("timeline.json", "metrics.jsonl"):

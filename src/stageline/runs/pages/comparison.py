@@ -9,10 +9,11 @@ from stageline.runs.breakdown import PARTS, RankTime
 from stageline.runs.findings.findings import findings
 from stageline.runs.pages import figures, sections
 from stageline.runs.pages.bars import time_bars
-from stageline.runs.pages.elements import document, legend, section, table
+from stageline.runs.pages.elements import document, legend, paragraph, section, table
 from stageline.runs.pages.style import run_class
 from stageline.runs.run import Run
 
+MOST_ERRORS = 3  # of a run
 Pairs = Callable[[Run], Iterable[tuple[str, str]]]
 
 
@@ -22,9 +23,12 @@ def comparison_page(runs: Sequence[Run]) -> str:
     parts = (
         f"<h1>{len(named)} runs</h1>",
         legend((run_class(place), name) for place, (name, _) in enumerate(named)),
-        section("Results", _table(named, _results)),
-        section("Differences in configuration", _table(named, figures.configuration, True)),
-        section("Differences in environment", _table(named, _machine, True)),
+        section("Results", _table(named, _rows(runs, _results))),
+        section("Errors", _errors(named)),
+        section(
+            "Differences in configuration", _table(named, differences(runs, figures.configuration))
+        ),
+        section("Differences in environment", _table(named, differences(runs, _machine))),
         sections.curves(named),
         _mean_times(named),
         section("What would make them faster", _findings(named)),
@@ -46,12 +50,9 @@ def differences(runs: Sequence[Run], pairs: Pairs) -> list[tuple[str, ...]]:
     return [row for row in _rows(runs, pairs) if len(set(row[1:])) > 1]
 
 
-def _table(named: Sequence[tuple[str, Run]], pairs: Pairs, only_different: bool = False) -> str:
-    runs = [run for _, run in named]
-    rows = differences(runs, pairs) if only_different else list(_rows(runs, pairs))
-    if not rows:
-        return '<p class="soft">None.</p>'
-    return table(("", *(name for name, _ in named)), rows)
+def _table(named: Sequence[tuple[str, Run]], rows: Iterable[Sequence[str]]) -> str:
+    shown = list(rows)
+    return table(("", *(name for name, _ in named)), shown) if shown else paragraph("None.", "soft")
 
 
 def _rows(runs: Sequence[Run], pairs: Pairs) -> Iterator[tuple[str, ...]]:
@@ -63,6 +64,15 @@ def _rows(runs: Sequence[Run], pairs: Pairs) -> Iterator[tuple[str, ...]]:
 def _results(run: Run) -> Iterator[tuple[str, str]]:
     yield "status", run.status
     yield from figures.key_figures(run)
+
+
+def _errors(named: Iterable[tuple[str, Run]]) -> str:
+    rows = [
+        (name, str(event.step), event.message)
+        for name, run in named
+        for event in run.errors[-MOST_ERRORS:]
+    ]
+    return table(("run", "step", "error"), rows, "left") if rows else ""
 
 
 def _machine(run: Run) -> Iterator[tuple[str, str]]:
