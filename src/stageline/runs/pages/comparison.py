@@ -52,7 +52,9 @@ def differences(runs: Sequence[Run], pairs: Pairs) -> list[tuple[str, ...]]:
 
 def _table(named: Sequence[tuple[str, Run]], rows: Iterable[Sequence[str]]) -> str:
     shown = list(rows)
-    return table(("", *(name for name, _ in named)), shown) if shown else paragraph("None.", "soft")
+    if not shown:
+        return paragraph("None.", "soft")
+    return table(("", *(name for name, _ in named)), shown, "compared")
 
 
 def _rows(runs: Sequence[Run], pairs: Pairs) -> Iterator[tuple[str, ...]]:

@@ -9,6 +9,7 @@ from stageline.report.summary import number, percent
 from stageline.runs.run import Run
 from stageline.units import format_bytes
 
+MOST_LISTED = 16  # numbers
 Pair = tuple[str, str]
 
 
@@ -112,12 +113,22 @@ def _steps(count: int) -> str:
 
 
 def _numbers(values: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, values[:64]))
-    return f"{shown}, … ({len(values)})" if len(values) > 64 else shown
+    """Return numbers, or of many what they have in common.
+
+    >>> _numbers((3, 3)), _numbers((3,) * 32), _numbers(tuple(range(32)))
+    ('3, 3', '32 × 3', '0 to 31')
+    """
+    if len(values) <= MOST_LISTED:
+        return ", ".join(map(str, values))
+    if len(set(values)) == 1:
+        return f"{len(values)} × {values[0]}"
+    if values == tuple(range(len(values))):
+        return f"0 to {values[-1]}"
+    return f"{', '.join(map(str, values[:MOST_LISTED]))}, … ({len(values)})"
 
 
 def _modes(modes: tuple[str, ...]) -> str:
-    return modes[0] if modes and len(set(modes)) == 1 else ", ".join(modes[:64])
+    return modes[0] if modes and len(set(modes)) == 1 else ", ".join(modes[:MOST_LISTED])
 
 
 def _grouped(names: tuple[str, ...]) -> str:

@@ -87,6 +87,7 @@ th{font-weight:600;white-space:nowrap}th:first-child,td:first-child{text-align:l
 .pairs td:last-child,.left td,.left th{text-align:left}
 .pairs td:last-child{overflow-wrap:anywhere}.left td:last-child{min-width:12rem}
 .numbers td{white-space:nowrap}
+.left td:first-child,.compared td:first-child{min-width:6.5rem}
 .pairs td:first-child{color:var(--soft);white-space:nowrap}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
   gap:0 2rem}
