@@ -34,6 +34,7 @@ def compare(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_stageline_and_torch_take_turns_and_what_is_stored_is_not_measured_again(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,7 @@ def over_channels(worker: str, num_ranks: int, *arguments: str, **limits: Any) -
 
 @pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
 )
 def test_every_schedule_has_the_bits_of_a_plain_loop_however_late_messages_are(
     num_ranks: int,

@@ -12,11 +12,16 @@ from tests.distributed.launch import launch
 
 
 @pytest.mark.parametrize(
-    "num_ranks",
-    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+    ("messages", "num_ranks"),
+    [
+        *(("memory", 3), ("gloo", 2)),
+        *(
+            pytest.param(messages, num_ranks, marks=pytest.mark.slow)
+            for messages, num_ranks in (("memory", 2), ("gloo", 3), ("memory", 4), ("gloo", 4))
+        ),
+    ],
 )
-@pytest.mark.parametrize("messages", ["memory", "gloo"])
-def test_every_schedule_trains_to_the_bits_of_one_process(num_ranks: int, messages: str) -> None:
+def test_every_schedule_trains_to_the_bits_of_one_process(messages: str, num_ranks: int) -> None:
     for ended in launch("schedules", num_ranks, messages):
         assert ended.code == 0, ended.output
         assert "14 schedules equal" in ended.output

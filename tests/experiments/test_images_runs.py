@@ -104,6 +104,7 @@ def made(folder: Path) -> dict[str, Any]:
     return {name: run | {"seconds": None} for name, run in runs.items()}
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_goes_on_to_the_same_result(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     arguments = [sys.executable, "-c", KILLED, "--quick", "--folder", str(folder), "train"]
@@ -118,6 +119,7 @@ def test_a_command_that_is_killed_goes_on_to_the_same_result(tmp_path: Path) -> 
     assert len(made(folder)) == QUICK.num_seeds
 
 
+@pytest.mark.slow
 def test_transfer_ends_in_a_table_and_a_picture(tmp_path: Path) -> None:
     output = invoke(tmp_path, "transfer")
     assert "digits-6 →" in output

@@ -249,7 +249,12 @@ def test_a_short_run_bounds_the_time_of_a_long_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in DEFAULT_SCHEDULES if name not in FOUND_BY_SEARCH]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("1f1b", "zbv") else pytest.mark.slow)
+        for name in DEFAULT_SCHEDULES
+        if name not in FOUND_BY_SEARCH
+    ],
 )
 def test_few_ranks_bound_the_time_and_memory_of_many(name: str) -> None:
     """The search excludes candidates by that, if they are too large to be simulated."""

@@ -53,7 +53,14 @@ def test_one_rank_has_overheads_but_no_trial() -> None:
     assert found.measurements[0].overheads.forward > 0
 
 
-@pytest.mark.parametrize("name", ["gpt", "unet", "resnet", "branches"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "resnet",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "branches")),
+    ],
+)
 def test_models_with_tied_weights_skips_and_batch_norm_are_tried(name: str) -> None:
     case = make_case(name)
     inputs, target = case.batches[0]

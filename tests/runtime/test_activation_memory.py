@@ -166,7 +166,7 @@ def test_every_schedule_holds_what_its_simulation_says(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("serial", marks=pytest.mark.slow), "threads"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_two_hundred_steps_hold_no_more_than_twenty(schedule: str, backend: str) -> None:
     layers = chain(4)
     held = Held(layers, lambda *_: 0)
