@@ -51,8 +51,9 @@ class Pipeline:
     A `plan` of `sl.plan` sets the number of ranks and micro-batches, the schedule, the balance and
     what is recomputed. `balance` is the number of layers in each stage; None balances their costs,
     by FLOPs if there are `example_inputs`, or else by parameters. `recompute` saves memory:
-    "never", "always", "except_last", or one of them for each stage. `devices` has one for each
-    rank. `backend` is "threads", "serial" or "processes"; None is "processes" under torchrun.
+    "never", "always", "except_last", "selective" (which keeps results of costly operators), or one
+    of them for each stage. `devices` has one for each rank. `backend` is "threads", "serial" or
+    "processes"; None is "processes" under torchrun.
     Weights of a model on the meta device are made here, by `init_fn(layer)` or their modules'
     `reset_parameters()`; each process makes those of its stages only. `options` is `sl.Options`.
 

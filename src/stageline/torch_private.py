@@ -1,9 +1,8 @@
 """Every private name of torch that Stageline uses, each behind a function with a plain name.
 
 A torch release may remove a private name without notice. So they are used in this file only, with
-the reason, and with a public fallback where there is one. `PRIVATE_NAMES` lists them: a test looks
-each one up, and fails with its name when a release has removed it. Another test fails when a
-private name is used in any other file, or is not listed.
+the reason, and with a public fallback where there is one. `PRIVATE_NAMES` lists them: tests look
+each one up, and fail if a private name is used in any other file or is not listed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn, overrides
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -35,6 +34,7 @@ __all__ = [  # classes and modules of torch that only have a private address
     "BatchNormBase",
     "DataDependentOutputException",
     "DropoutBase",
+    "FakeTensor",
     "FakeTensorMode",
     "NormBase",
     "TorchDispatchMode",
@@ -61,6 +61,7 @@ PRIVATE_NAMES = (
     "torch.utils._python_dispatch._pop_mode",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.SUPPORTED_NODES",
+    "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.DataDependentOutputException",
     "torch.nn.Module._parameters",

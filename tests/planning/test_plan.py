@@ -63,6 +63,64 @@ def test_only_stages_that_lack_memory_are_recomputed() -> None:
     assert roomy.chosen.seconds < plan.chosen.seconds
 
 
+def with_results(profile: Profile, *, results: float, time_saved: float) -> Profile:
+    """Return the profile with costly operators in each layer."""
+    (measurement,) = profile.measurements
+    layers = tuple(
+        replace(layer, results=results, time_saved=time_saved) for layer in measurement.layers
+    )
+    return replace(profile, measurements=(replace(measurement, layers=layers),))
+
+
+@pytest.mark.parametrize(
+    ("memory", "modes"),
+    [
+        ("6.1MiB", ("never",) * 4),  # weights and gradients of 1 MiB each, up to 4 activations
+        ("5.1MiB", ("selective", "never", "never", "never")),
+        ("4.1MiB", ("always", "selective", "never", "never")),
+    ],
+)
+def test_a_stage_is_recomputed_selectively_if_that_is_enough(
+    memory: str, modes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Half of the activations are results of costly operators, which take 0.9 of the forward."""
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    profile = with_results(profile, results=MIB / 2, time_saved=0.9)
+    slow = (Level("wire", 4, bandwidth=MIB / 10),)
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
+    plan = sl.plan(profile, cluster_of(4, memory, levels=slow), **options)
+    assert plan.recompute_modes == modes
+    seconds = {"never": 0.0, "always": 1.0, "selective": 1.0 - 0.9}
+    assert plan.costs["recompute"] == pytest.approx([seconds[mode] for mode in modes])
+    plan.save(tmp_path / "plan.json")
+    assert sl.Plan.load(tmp_path / "plan.json") == plan
+    says_so = "1 stage recomputed selectively" in plan.chosen.description
+    assert says_so is ("selective" in modes)
+
+
+def test_results_that_save_no_time_are_not_kept() -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
+    profile = with_results(profile, results=MIB / 2, time_saved=0.0)
+    options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
+    plan = sl.plan(profile, cluster_of(4, "5.1MiB"), num_ranks=4, **options)
+    assert plan.recompute_modes == ("always", "never", "never", "never")
+
+
+def test_a_pipeline_recomputes_as_its_plan_does() -> None:
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    profile = sl.profile(model, torch.randn(2, 128), sizes=[1], repeats=1)
+    (measurement,) = with_results(profile, results=MIB / 10, time_saved=1e-9).measurements
+    even = {"activation": MIB, "forward": 1e-3, "input_grad": 1e-3, "weight_grad": 1e-3}
+    layers = tuple(replace(layer, **even) for layer in measurement.layers)
+    profile = replace(profile, measurements=(replace(measurement, layers=layers),))
+    options: dict[str, Any] = {"optimizer": "sgd", "schedules": ["1f1b"]}
+    # a cut into 1 and 3 layers takes 3 MiB on the second rank, and weights take 0.1 MiB a layer
+    plan = sl.plan(profile, cluster_of(2, "2.6MiB"), batch_size=2, num_ranks=2, **options)
+    assert plan.recompute_modes == ("selective", "never")
+    with sl.Pipeline(model, nn.functional.mse_loss, plan=plan) as pipe:
+        pipe.verify(torch.randn(2, 128), torch.randn(2, 128))
+
+
 def test_activations_are_offloaded_if_the_host_is_fast_enough() -> None:
     profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB, message=MIB / 100)
     options: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "schedules": ["1f1b"]}
@@ -284,6 +342,8 @@ def test_few_ranks_bound_the_time_and_memory_of_many(name: str) -> None:
         ({"balance": [0, 2]}, "has an invalid balance.0"),
         ({"surprise": 1}, "has an invalid surprise: unexpected keyword argument"),
         ({"peak_memory": [-1.0]}, "has an invalid peak_memory.0"),
+        ({"selective": [True]}, "selective has a stage that recompute does not"),
+        ({"selective": [True, False]}, "number of stages in selective is 2, but the plan's"),
     ],
 )
 def test_an_invalid_plan_file_is_refused(

@@ -15,6 +15,7 @@ from stageline.costs import PER_STAGE, Costs
 from stageline.errors import PlanError
 from stageline.limits import MOST_COUNT, MOST_PLAN_BYTES
 from stageline.planning.console import format_table
+from stageline.planning.partition.stage_costs import modes_of
 from stageline.planning.validation import (
     Amount,
     Count,
@@ -53,6 +54,7 @@ class PlanOption:
     offload: bool = False  # activations are kept in the host's memory
     side_by_side: bool = False  # the replicas of a rank are neighbours, not the ranks of a replica
     stage_replicas: tuple[Count, ...] = ()  # ranks of each stage; (): no stage has replicas
+    selective: Annotated[WholeNumber, Field(ge=0, le=MOST_COUNT)] = 0  # of the recomputed stages
 
     def __post_init__(self) -> None:
         family_of(self.schedule)  # raises if there is none
@@ -91,7 +93,12 @@ class PlanOption:
         chunks = f" of {self.chunks} stages" if self.chunks > 1 else ""
         if self.stage_replicas:
             chunks = f" ({', '.join(map(str, self.stage_replicas))} by stage)"
-        memory = f", {_plural(self.recompute, 'stage')} recomputed" if self.recompute else ""
+        memory = ""
+        for count, how in (
+            (self.recompute - self.selective, "recomputed"),
+            (self.selective, "recomputed selectively"),
+        ):
+            memory += f", {_plural(count, 'stage')} {how}" if count else ""
         memory += ", activations on the host" if self.offload else ""
         return (
             f"{self.schedule} on {_plural(self.num_ranks, 'rank')}{chunks}{replicas}, "
@@ -114,6 +121,7 @@ class Plan:
     chosen: PlanOption
     others: tuple[PlanOption, ...] = ()
     has_links: bool = True  # False if the cluster has no levels
+    selective: tuple[bool, ...] = ()  # by stage: recomputed selectively; (): none is
 
     def __post_init__(self) -> None:
         """Raise `PlanError` if the fields disagree about layers, ranks or stages."""
@@ -123,6 +131,10 @@ class Plan:
             "stage_replicas": (list(self.chosen.stage_replicas), list(schedule.replicas)),
             "number of stages in balance": (len(self.balance), schedule.num_stages),
             "number of stages in recompute": (len(self.recompute), schedule.num_stages),
+            "number of stages in selective": (
+                len(self.selective),
+                schedule.num_stages if self.selective else 0,
+            ),
             "num_ranks": (self.chosen.num_ranks, schedule.num_ranks),
             "number of ranks in peak_memory": (len(self.peak_memory), schedule.num_ranks),
             "num_microbatches": (self.chosen.num_microbatches, schedule.num_microbatches),
@@ -137,6 +149,8 @@ class Plan:
                 f"balance adds up to {sum(self.balance)}, but the plan has {len(self.layers)} "
                 "layers: make a new plan"
             )
+        if any(a and not b for a, b in zip(self.selective, self.recompute, strict=False)):
+            raise PlanError("selective has a stage that recompute does not: make a new plan")
         if unknown := sorted(self.costs.keys() - set(PER_STAGE)):
             raise PlanError(
                 f"costs has the field {shown(unknown[0])}, but the fields are "
@@ -170,8 +184,8 @@ class Plan:
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
-        """The `recompute` argument of `sl.Pipeline`: 'always' or 'never' for each stage."""
-        return tuple("always" if recomputed else "never" for recomputed in self.recompute)
+        """The `recompute` argument of `sl.Pipeline`: a mode for each stage."""
+        return modes_of(self.recompute, self.selective)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file."""

@@ -117,7 +117,7 @@ def least_memory(found: Any) -> float:
 
 
 def has_recomputation(found: Any) -> bool:
-    return any(any(way["recompute"]) for way in found["ways"])
+    return any(set(way["recompute"]) - {"never"} for way in found["ways"])
 
 
 def schedules(found: Any) -> set[str]:

@@ -56,7 +56,9 @@ def verify(
     ] = None,
     num_ranks: NumRanks = 2,
     num_microbatches: NumMicrobatches = 4,
-    recompute: Annotated[str, typer.Option(help="never, always or except_last.")] = "never",
+    recompute: Annotated[
+        str, typer.Option(help="never, always, except_last or selective.")
+    ] = "never",
     backend: Annotated[str, typer.Option(help="threads or serial.")] = "threads",
     streams: Annotated[
         bool, typer.Option("--streams", help="Simulate devices, and check their streams.")

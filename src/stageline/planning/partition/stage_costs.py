@@ -4,6 +4,7 @@ kept from F to I    what its layers write and save, what it reads from other sta
                     keeps only because it is sent
 kept from I to W    the part of that which its weight gradients need, and gradients that wait
 recomputed          only what it reads from other stages; the rest is temporary
+selectively         that, and the results of its costly operators, which do not run again
 offloaded           nothing; two micro-batches are temporary: one is in use while another is copied
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
+from typing import NamedTuple
 
 from stageline.costs import Costs
 from stageline.errors import PlanError
@@ -24,6 +26,18 @@ from stageline.schedules.placement import Placement
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2}
 
 
+def modes_of(recompute: Sequence[bool], selective: Sequence[bool]) -> tuple[str, ...]:
+    """Return how each stage is recomputed; `selective` may be empty if none is selectively.
+
+    >>> modes_of((True, True, False), (True, False, False))
+    ('selective', 'always', 'never')
+    """
+    return tuple(
+        "selective" if is_selective else "always" if is_recomputed else "never"
+        for is_recomputed, is_selective in zip_longest(recompute, selective, fillvalue=False)
+    )
+
+
 @dataclass(frozen=True)
 class StageCut:
     """Layers cut into stages, the ranks of the stages, and how their memory is reduced."""
@@ -33,11 +47,21 @@ class StageCut:
     recompute: tuple[bool, ...]  # by stage
     offload: bool = False  # move activations that are not recomputed to the host
     is_cut_for_memory: bool = False  # balanced as memory allows, not for speed alone
+    selective: tuple[bool, ...] = ()  # by stage: recomputed selectively; (): none is
 
     @property
     def keeps_activations(self) -> bool:
         """True if nothing is recomputed or offloaded."""
         return not self.offload and not any(self.recompute)
+
+    def is_selective(self, stage: int) -> bool:
+        """Return whether a stage keeps the results of costly operators for its recomputation."""
+        return bool(self.selective) and self.selective[stage]
+
+    @property
+    def recompute_modes(self) -> tuple[str, ...]:
+        """The `recompute` argument of `sl.Pipeline`: a mode for each stage."""
+        return modes_of(self.recompute, self.selective)
 
     @property
     def layers_by_stage(self) -> list[range]:
@@ -108,7 +132,7 @@ def stage_costs(
         [t / devices.devices[r].speed + gap for t, r in zip(column, cut.placement, strict=True)]
         for column, gap in zip(zip(*times, strict=True), gaps, strict=True)
     )
-    memory = StageMemory.of(sums("activation"), sums("retained"), sums("waiting"), traffic, cut)
+    memory = StageMemory.of(LayerSums.of(measurement, cut), traffic, cut)
     parameters = _parameter_bytes(sums("parameters"), tied, cut)
     if cut.offload:  # a copy that takes longer than the work beside it delays the work
         copies = [size / devices.cluster.host_bandwidth for size in memory.backward_needs]
@@ -123,7 +147,7 @@ def stage_costs(
         activation=memory.from_f_to_i,
         retained=memory.still_until_w,
         waiting=[size * in_halves for size in memory.from_i_to_w],
-        recompute=[f * again for f, again in zip(recompute, cut.recompute, strict=True)],
+        recompute=_recompute_seconds(recompute, sums("time_saved"), cut, devices),
         working_set=[
             size + measurement.temporary_bytes(layers)
             for size, layers in zip(memory.temporary, cut.layers_by_stage, strict=True)
@@ -132,6 +156,34 @@ def stage_costs(
         gradients=sums("parameters"),
         optimizer_state=[num_optimizer_states(optimizer) * size for size in parameters],
     )
+
+
+def _recompute_seconds(
+    whole: Sequence[float], saved: Sequence[float], cut: StageCut, devices: RankDevices
+) -> list[float]:
+    """Return what each stage takes to recompute, 0 if it does not."""
+    times = []
+    for stage, (rank, is_recomputed) in enumerate(zip(cut.placement, cut.recompute, strict=True)):
+        less = saved[stage] / devices.devices[rank].speed if cut.is_selective(stage) else 0.0
+        times.append(max(0.0, whole[stage] - less) if is_recomputed else 0.0)
+    return times
+
+
+class LayerSums(NamedTuple):
+    """The bytes of a micro-batch in the layers of each stage."""
+
+    activation: list[float]
+    retained: list[float]
+    waiting: list[float]
+    results: list[float]  # that a selective recomputation keeps, 0 for other stages
+
+    @staticmethod
+    def of(measurement: Measurement, cut: StageCut) -> LayerSums:
+        def sums(name: str) -> list[float]:
+            return [measurement.sum_over(layers, name) for layers in cut.layers_by_stage]
+
+        kept = [n if cut.is_selective(stage) else 0.0 for stage, n in enumerate(sums("results"))]
+        return LayerSums(sums("activation"), sums("retained"), sums("waiting"), kept)
 
 
 @dataclass(frozen=True)
@@ -145,26 +197,23 @@ class StageMemory:
     temporary: list[float]  # while I or B runs
 
     @staticmethod
-    def of(
-        activation: list[float],
-        retained: list[float],
-        waiting: list[float],
-        traffic: StageTraffic,
-        cut: StageCut,
-    ) -> StageMemory:
+    def of(layers: LayerSums, traffic: StageTraffic, cut: StageCut) -> StageMemory:
         memory = StageMemory([], [], [], [], [])
         for stage, recomputed in enumerate(cut.recompute):
+            activation, retained, waiting, results = (column[stage] for column in layers)
             read = traffic.read[stage]
-            needed = activation[stage] + read + traffic.unsaved[stage]
-            until_w = min(max(0.0, retained[stage] + traffic.retained[stage]), needed)
-            kept = read if recomputed else 0.0 if cut.offload else needed
+            needed = activation + read + traffic.unsaved[stage]
+            until_w = min(max(0.0, retained + traffic.retained[stage]), needed)
+            kept = min(read + results, needed)
+            if not recomputed:
+                kept = 0.0 if cut.offload else needed
             # offloaded: while one micro-batch is in use, another is copied
             is_copied = cut.offload and not recomputed
             memory.backward_needs.append(0.0 if recomputed else needed)
             memory.from_f_to_i.append(kept)
             memory.still_until_w.append(min(until_w, kept))
             # what was recomputed or copied back for I stays until W
-            memory.from_i_to_w.append(waiting[stage] + until_w - min(until_w, kept))
+            memory.from_i_to_w.append(waiting + until_w - min(until_w, kept))
             memory.temporary.append(2 * needed if is_copied else needed - kept)
         return memory
 

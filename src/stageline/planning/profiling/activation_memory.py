@@ -36,6 +36,7 @@ class LayerBytes(NamedTuple):
     retained: int  # the part of it that is kept until W
     waiting: int  # gradients, from I until W
     temporary: int  # only while it runs
+    results: int = 0  # of costly operators, which selective recomputation keeps
 
 
 class ModelBytes(NamedTuple):
@@ -77,7 +78,7 @@ def measure_activation_bytes(runner: LayerRunner) -> ModelBytes:
         until_i, until_w, waiting = saved
         temporary = temporary_bytes(runner, number)
         own = _sum_owned(until_i, owners, None), _sum_owned(until_w, owners, None)
-        internal.append(LayerBytes(*own, waiting, temporary))
+        internal.append(LayerBytes(*own, waiting, temporary, _result_bytes(runner, number)))
         shared_until_i |= {key: size for key, size in until_i.items() if key in owners}
         shared_until_w |= {key: size for key, size in until_w.items() if key in owners}
         needed_until_w.append(until_w.keys() & owners.keys())
@@ -91,6 +92,11 @@ def measure_activation_bytes(runner: LayerRunner) -> ModelBytes:
     permanent = {storage for storage, owner in owners.items() if owner == INPUT}
     unsaved = _unsaved_bytes(runner, shared_until_i.keys() | permanent)
     return ModelBytes(layers, unsaved, [_values_in(runner, keys) for keys in needed_until_w])
+
+
+def _result_bytes(runner: LayerRunner, number: int) -> int:
+    """Return the bytes of the results that selective recomputation keeps of a layer."""
+    return sum(_storages(runner.keep_results(number).results).values())
 
 
 def _unsaved_bytes(runner: LayerRunner, saved: set[int]) -> dict[Value, int]:

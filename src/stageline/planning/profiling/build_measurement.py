@@ -30,6 +30,7 @@ class LayerTimes(NamedTuple):
     spread: float = 0.0
     halving_input: float = 0.0
     halving_weight: float = 0.0
+    saved: float = 0.0
 
 
 def build_measurement(
@@ -67,6 +68,8 @@ def _layer_cost(layer: Layer, times: LayerTimes, memory: LayerBytes) -> LayerCos
         momentary=memory.temporary,
         halving_input=times.halving_input,
         halving_weight=times.halving_weight,
+        results=memory.results,
+        time_saved=times.saved,
     )
 
 

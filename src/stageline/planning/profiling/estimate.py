@@ -110,8 +110,12 @@ def _layer_times(runner: LayerRunner, number: int, rates: DeviceRates) -> LayerT
             runner.backward(run, gradients)
         with RooflineTimer(rates) as weight_grad:
             runner.weight_gradients(run)
+    kept = runner.keep_results(number)
+    with RooflineTimer(rates) as again:
+        runner.recompute(kept)
     runner.zero_grad(number)
-    return LayerTimes(forward.seconds, input_grad.seconds, weight_grad.seconds)
+    times = LayerTimes(forward.seconds, input_grad.seconds, weight_grad.seconds)
+    return times._replace(saved=max(0.0, forward.seconds - again.seconds))
 
 
 def _layers_without_data(layers: LayerSequence) -> LayerSequence:

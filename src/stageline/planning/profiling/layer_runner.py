@@ -27,6 +27,12 @@ class LayerForward(NamedTuple):
     written: dict[Value, Any]
     waiting: InFlight
 
+    @property
+    def results(self) -> list[Tensor]:
+        """Return what is kept for a selective recomputation."""
+        kept = self.waiting.recomputations[0].args.results
+        return kept.tensors if kept is not None else []
+
 
 class LayerRunner:
     """Runs layers one by one.
@@ -58,8 +64,11 @@ class LayerRunner:
         for number in range(len(self.layers)):
             self.values.update(self.forward(number, in_halves=False).written)
 
-    def forward(self, number: int, *, in_halves: bool) -> LayerForward:
-        """Run F of one layer; `in_halves` if I and W follow instead of B."""
+    def forward(self, number: int, *, in_halves: bool, keeps_results: bool = False) -> LayerForward:
+        """Run F of one layer; `in_halves` if I and W follow instead of B.
+
+        `keeps_results` if a selective recomputation follows.
+        """
         stage, waiting = self.stages[number], InFlight()
         args = ForwardArgs(
             microbatch=0,
@@ -70,6 +79,8 @@ class LayerRunner:
             first=0,
             context=self.context,
             in_halves=in_halves,
+            recompute=keeps_results,
+            keeps_results=keeps_results,
         )
         try:
             written = stage.forward(args, waiting).written
@@ -78,6 +89,17 @@ class LayerRunner:
         stage.statistics.clear()
         stage.inner_gradients.stop_observing()  # the next run is as those after the first step
         return LayerForward(number, in_halves, written, waiting)
+
+    def keep_results(self, number: int) -> LayerForward:
+        """Run F of one layer as it is if a selective recomputation follows."""
+        return self.forward(number, in_halves=False, keeps_results=True)
+
+    def recompute(self, run: LayerForward) -> None:
+        """Run F again; a backward may follow."""
+        try:
+            self.stages[run.number].prepare_backward(0, run.waiting)
+        except Exception as error:
+            raise self._failure(run.number, error) from error
 
     def output_gradients(self, run: LayerForward) -> Gradients:
         """Return ones in place of the gradients that later layers would send."""

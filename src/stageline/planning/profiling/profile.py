@@ -93,7 +93,7 @@ def profile(
         memory = [measure_activation_bytes(runner) for runner in runners]
         rounds, trial = _run_rounds(runners, copies, all_sizes, repeats, begin)
         by_size = [[*zip(*rows, strict=True)] for rows in zip(*rounds, strict=True)]
-        overheads = [ActionOverheads(*_usual(rows[-1])) for rows in by_size]
+        overheads = [ActionOverheads(*_usual(rows[-1])[:-1]) for rows in by_size]
         times = [
             _layer_times(rows, *(trial.near(size) if trial else ((), ())))
             for size, rows in zip(all_sizes, by_size, strict=True)
@@ -215,6 +215,7 @@ def _times(usual: ActionSeconds, rounds: Sequence[ActionSeconds]) -> LayerTimes:
         _spread([seconds.forward + seconds.backward for seconds in rounds]),
         usual.input_grad - input_grad,
         usual.weight_grad - weight_grad,
+        max(0.0, usual.saved),
     )
 
 

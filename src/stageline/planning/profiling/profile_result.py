@@ -59,6 +59,8 @@ class LayerCost:
     momentary: Amount = 0.0  # temporary bytes, only while its forward or backward runs
     halving_input: Difference = 0.0  # the part of `halving` in I
     halving_weight: Difference = 0.0  # the part of it in W; the rest is in F
+    results: Amount = 0.0  # bytes that selective recomputation keeps, see `kept_results.py`
+    time_saved: Amount = 0.0  # seconds of a recomputation that they save
 
     @property
     def backward(self) -> float:

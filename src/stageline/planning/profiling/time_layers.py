@@ -23,6 +23,7 @@ class ActionSeconds(NamedTuple):
     forward_in_halves: float
     input_grad: float
     weight_grad: float
+    saved: float = 0.0  # by keeping results of costly operators for a recomputation
 
 
 def run_round(
@@ -54,7 +55,16 @@ def _time_actions(runner: LayerRunner, number: int) -> ActionSeconds:
     gradients = runner.output_gradients(halves)
     _, input_grad = timed(lambda: runner.backward(halves, gradients), device)
     _, weight_grad = timed(lambda: runner.weight_gradients(halves), device)
-    return ActionSeconds(forward, backward, forward_in_halves, input_grad, weight_grad)
+    times = ActionSeconds(forward, backward, forward_in_halves, input_grad, weight_grad)
+    return times._replace(saved=2 * forward - _selective_seconds(runner, number))
+
+
+def _selective_seconds(runner: LayerRunner, number: int) -> float:
+    """Return the time of a forward that keeps results, and of the one that takes them."""
+    device = runner.device
+    run, first = timed(lambda: runner.keep_results(number), device)
+    _, second = timed(lambda: runner.recompute(run), device)
+    return first + second
 
 
 @contextmanager

@@ -39,6 +39,12 @@ class CandidateBuilder:
         """Return the same candidate with another cut."""
         return self.build(candidate.layout, candidate.schedule_name, candidate.shape, cut)
 
+    def saves_time(self, candidate: PlanCandidate) -> list[bool]:
+        """Return for each stage whether recomputing it selectively takes less time than wholly."""
+        measurement = self.measurement(candidate.layout.microbatch_size)
+        stages = candidate.cut.layers_by_stage
+        return [measurement.sum_over(layers, "time_saved") > 0 for layers in stages]
+
     def speeds(self, grid: DeviceGrid) -> tuple[float, ...]:
         """Return the speed of each rank; a stage with replicas is as fast as all of them."""
         devices = self.devices(grid)

@@ -30,14 +30,31 @@ def recompute_or_offload(
     cuts, old = [], candidate.cut
     if builder.request.cluster.host_bandwidth and old.keeps_activations:
         cuts.append(replace(old, offload=True))
-    recompute = tuple(
+    if builder.request.recompute:
         # the first rank of a stage stands for all of them
-        before or (builder.request.recompute and excess[rank] > 0)
-        for rank, before in zip(candidate.shape.placement, old.recompute, strict=True)
-    )
-    if recompute != old.recompute:
-        cuts.append(replace(old, recompute=recompute))
+        too_full = [excess[rank] > 0 for rank in candidate.shape.placement]
+        cuts += _recomputed(old, too_full, builder.saves_time(candidate))
     return [builder.with_cut(candidate, cut) for cut in cuts]
+
+
+def _recomputed(
+    cut: StageCut, too_full: Sequence[bool], saves_time: Sequence[bool]
+) -> list[StageCut]:
+    """Recompute more of the stages that are too full, none if all of them are recomputed wholly.
+
+    A stage is recomputed selectively first if that saves time, and wholly if it is still too full.
+    """
+    rows = enumerate(zip(too_full, cut.recompute, saves_time, strict=True))
+    selective = tuple(
+        (full and not before and saves) or (cut.is_selective(stage) and not full)
+        for stage, (full, before, saves) in rows
+    )
+    changed = replace(
+        cut,
+        recompute=tuple(a or b for a, b in zip(cut.recompute, too_full, strict=True)),
+        selective=selective if any(selective) else (),
+    )
+    return [changed] if changed != cut else []
 
 
 def _cut_for_memory(

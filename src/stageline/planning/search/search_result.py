@@ -42,6 +42,7 @@ class EvaluatedCandidate:
             chosen=self.to_option(),
             others=tuple(others),
             has_links=bool(request.cluster.levels),
+            selective=self.candidate.cut.selective,
         )
 
     def to_option(self, verdict: str = "") -> PlanOption:
@@ -62,6 +63,7 @@ def option_of(
         num_microbatches=layout.num_microbatches,
         samples=layout.microbatch_size,
         recompute=sum(candidate.cut.recompute),
+        selective=sum(candidate.cut.selective),
         seconds=seconds,
         bubble=bubble,
         peak_memory=peak_memory,

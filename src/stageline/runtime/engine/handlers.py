@@ -243,6 +243,7 @@ def _run_forward(
         minibatch.ambient,
         task.in_halves,
         _is_recomputed(run, number, microbatch, minibatch),
+        keeps_results=loop.recompute[number] == "selective",
         offload=task.waits,
         version=max(0, run.segment - task.lag + task.version),
         marks=received.marks,
@@ -278,4 +279,4 @@ def _run_backward(run: RankRun, task: Task, minibatch: MiniBatch, gradients: Con
 def _is_recomputed(run: RankRun, stage: int, microbatch: int, minibatch: MiniBatch) -> bool:
     mode = run.loop.recompute[stage]
     is_last = microbatch == len(minibatch.inputs) - 1
-    return mode != "never" and (mode == "always" or not is_last)
+    return mode != "never" and (mode != "except_last" or not is_last)

@@ -18,7 +18,8 @@ from stageline.schedules.edges import Edge
 from stageline.schedules.program.stream import find_period
 from stageline.schedules.schedule import Schedule
 
-RECOMPUTE = ("never", "always", "except_last")  # activations: keep them, or run forward again
+# activations: keep them, or run forward again; "selective" keeps the results of costly operators
+RECOMPUTE = ("never", "always", "except_last", "selective")
 BACKENDS = ("threads", "serial", "processes")
 
 

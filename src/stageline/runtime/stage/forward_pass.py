@@ -27,6 +27,7 @@ from stageline.runtime.exactness.inner_gradients import (
 from stageline.runtime.exactness.layer_state import StateSnapshot
 from stageline.runtime.exactness.randomness.seeded_draws import RandomKey
 from stageline.runtime.stage.forward_kind import ForwardKind, RunningForward
+from stageline.runtime.stage.kept_results import KeepingMode, KeptResults, TakingMode
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
 from stageline.runtime.stage.stage_layers import StageLayer
@@ -90,6 +91,7 @@ class ForwardPass:
         kept = (stage.buffer_memory, stage.statistics.scratch) if memory else ()
         self.offloaded = OffloadedTensors(memory, *kept) if memory else None
         self.graph_inputs = GraphInputs()
+        self.kept = KeptResults() if self._keeps_results else None
         self.refused: RefusedGradients | None = None
         self.reads: dict[Value, list[Tensor]] = {}
         self.values: dict[Value, Any] = {}
@@ -102,15 +104,23 @@ class ForwardPass:
             args.context.enter(stack, grad=self.grad)
             inputs = self._take_inputs()
             gradients = self._enter_contexts(stack, weights)
+            self._enter_mode(stack)
             self._run_layers(inputs, weights)
             loss = self._loss() if args.target else None
             if not stage.in_place.is_never:
                 stage.in_place.record(inputs)
         if self.refused is not None:
             self.refused.check(stage.name)
+        if self.kept is not None:
+            self.kept.finish()
         if gradients:
             stage.inner_gradients.record_accumulation()
         return self._graph(inputs, loss, gradients)
+
+    @property
+    def _keeps_results(self) -> bool:
+        is_first = self.args.recompute and not self.again
+        return self.grad and is_first and self.args.keeps_results and not self.stage.is_opaque
 
     def _kind(self) -> ForwardKind:
         if self.again:
@@ -170,6 +180,13 @@ class ForwardPass:
             observed = stage.statistics.observe(args.step, args.microbatch, again=self.again)
             stack.enter_context(observed)
         return gradients
+
+    def _enter_mode(self, stack: ExitStack) -> None:
+        """Keep results of costly operators, or take those that the first forward kept."""
+        if self.kept is not None:
+            stack.enter_context(KeepingMode(self.stage, self.kept))
+        elif self.again and self.args.results is not None:
+            stack.enter_context(TakingMode(self.stage, self.args.results))
 
     def _saved_tensor_hooks(self) -> AbstractContextManager[Any] | None:
         """Drop saved tensors if the forward will be recomputed, or move them to host memory."""
@@ -261,6 +278,7 @@ class ForwardPass:
             offloaded=self.offloaded,
             version=args.version,
             forward_gradients=gradients,
+            results=self.kept,
         )
 
     def _written(self) -> dict[Value, Any]:

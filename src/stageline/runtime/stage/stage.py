@@ -109,7 +109,8 @@ class Stage:
                 kept = self.recomputation.keep(args, before)
             graph = run_forward(self, args, before)
             if kept:
-                kept = kept._replace(state=state.changed_since(kept.state))
+                again = kept.args._replace(results=graph.results)
+                kept = kept._replace(args=again, state=state.changed_since(kept.state))
             elif before and (state.changing is None or self.inner_gradients.is_observing):
                 state.learn(before)
         if graph.forward_gradients:

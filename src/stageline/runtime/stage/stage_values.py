@@ -18,6 +18,7 @@ from stageline.runtime.exactness.caller_context import ForwardContext
 from stageline.runtime.exactness.in_place import NO_MARKS, Marks
 from stageline.runtime.exactness.inner_gradients import ForwardGradients
 from stageline.runtime.exactness.layer_state import StateSnapshot
+from stageline.runtime.stage.kept_results import KeptResults
 from stageline.runtime.stage.offload import OffloadedTensors
 from stageline.runtime.stage.stage_border import GraphInputs
 from stageline.runtime.stage.weight_calls import WeightCall
@@ -79,10 +80,12 @@ class ForwardArgs(NamedTuple):
     context: ForwardContext
     in_halves: bool = False  # the backward is split in I and W
     recompute: bool = False  # keep only what is read, and run the forward again for the backward
+    keeps_results: bool = False  # of costly operators, for the recomputation
     offload: bool = False  # keep saved tensors in host memory
     version: int = 0  # of the weights, if several versions are in use
     marks: Marks = NO_MARKS  # of the tensors in `values`: who else uses their memory
     has_own_seed: bool = False  # random numbers depend on `seed`, but not on `step`
+    results: KeptResults | None = None  # that the first forward kept for this recomputation
 
 
 class ForwardResult(NamedTuple):
@@ -115,6 +118,7 @@ class StageGraph(NamedTuple):
     offloaded: OffloadedTensors | None
     version: int  # of the weights that were used
     forward_gradients: ForwardGradients  # that a backward inside the forward brought to weights
+    results: KeptResults | None  # that this forward kept for its recomputation
 
 
 @dataclass

@@ -132,5 +132,5 @@ def _way(way: Way) -> Any:
         "fits": way.fits,
         "balance": way.cut.balance,
         "placement": way.cut.placement,
-        "recompute": way.cut.recompute,
+        "recompute": way.cut.recompute_modes,
     }

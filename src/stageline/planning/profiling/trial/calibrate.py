@@ -43,11 +43,14 @@ def calibrate(
 def _calibrate_stage(
     layers: Sequence[ActionSeconds], overhead: ActionSeconds, together: Mapping[str, float]
 ) -> list[ActionSeconds]:
-    columns = (
-        _scaled([getattr(layer, name) for layer in layers], getattr(overhead, name), together[name])
-        for name in ActionSeconds._fields
-    )
-    return [ActionSeconds(*row) for row in zip(*columns, strict=True)]
+    columns = {
+        name: _scaled([getattr(layer, name) for layer in layers], getattr(overhead, name), time)
+        for name, time in together.items()
+    }
+    return [
+        layer._replace(**dict(zip(columns, row, strict=True)))
+        for layer, row in zip(layers, zip(*columns.values(), strict=True), strict=True)
+    ]
 
 
 def _scaled(times: Sequence[float], overhead: float, together: float) -> list[float]:

@@ -61,9 +61,11 @@ function part(kind, rank, [x, y, width, height], text, say) {
   return group;
 }
 
+const RECOMPUTED = { never: "", always: ", recomputed", selective: ", recomputed selectively" };
+
 function describe({ number, rank, start, stop, recomputed }) {
   const layers = stop - start === 1 ? `layer ${start}` : `layers ${start} to ${stop - 1}`;
-  return `stage ${number} on rank ${rank}, ${layers}${recomputed ? ", recomputed" : ""}`;
+  return `stage ${number} on rank ${rank}, ${layers}${RECOMPUTED[recomputed]}`;
 }
 
 function stagesOf(way, values) {
@@ -98,7 +100,7 @@ function stageTable(stages, layers) {
   const rows = stages.map((stage) => [
     String(stage.number), String(stage.rank), String(stage.stop - stage.start),
     formatSeconds(sum(layers.time, stage)), formatBytes(sum(layers.activation, stage)),
-    formatBytes(sum(layers.parameters, stage)), stage.recomputed ? "yes" : "no",
+    formatBytes(sum(layers.parameters, stage)), stage.recomputed,
   ]);
   const heads = ["stage", "rank", "layers", "time", "activation", "parameters", "recomputed"];
   return foldedTable("Stages as a table", heads, rows);

@@ -1,0 +1,285 @@
+"""Selective recomputation: costly operators run once, with the bits of a plain loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stageline.model.layers import LayerSequence
+from stageline.pipeline import Pipeline
+from stageline.planning.profiling.profiled_model import ProfiledModel
+from stageline.schedules.build import schedule_names
+from stageline.zoo.cases import BACKENDS, Case, differences, pipelined, plainly
+
+WIDTH = 128  # sums of so many products are kept
+BATCH, NUM_MICROBATCHES = 8, 4
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Count the operators that reach their kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(make: Callable[[], nn.Module], shape: tuple[int, ...], mode: str) -> Calls:
+    """Count those of a second step; in the first one layers are observed."""
+    torch.manual_seed(0)
+    layers = LayerSequence.of([make(), make()])
+    x = torch.randn(BATCH, *shape)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": NUM_MICROBATCHES}
+    with Pipeline(layers, mse_loss, recompute=mode, backend="serial", **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, torch.zeros_like(x))
+        calls = Calls()
+        with calls:
+            pipe.step(x, torch.zeros_like(x))
+    return calls
+
+
+def case_of(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Case:
+    torch.manual_seed(0)
+    layers = LayerSequence.of([make() for _ in range(4)])
+    batches = tuple((torch.randn(n, *shape), torch.randn(n, *shape)) for n in (8, 5, 8))
+    return Case(layers, mse_loss, batches)
+
+
+def linear() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Dropout())
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+
+
+class Attention(nn.Module):
+    """Attention with a mask, which is passed by keyword."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "costly", "cheap"),
+    [
+        (linear, (WIDTH,), "aten::addmm", "aten::gelu"),
+        (convolution, (16, 8, 8), "aten::convolution", "aten::relu"),
+        (
+            Attention,
+            (6, WIDTH),
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_unsafe_view",
+        ),
+    ],
+)
+def test_costly_operators_run_once_and_others_twice(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], costly: str, cheap: str
+) -> None:
+    never, selective, always = (
+        operators_of_a_step(make, shape, mode).counts for mode in ("never", "selective", "always")
+    )
+    assert 0 < selective[costly] == never[costly]
+    assert always[costly] == 2 * never[costly]
+    assert selective[cheap] == always[cheap]
+
+
+def test_narrow_products_run_twice() -> None:
+    """A sum of 32 products is as quickly computed as fetched from memory."""
+
+    def narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+
+    always, selective = (
+        operators_of_a_step(narrow, (32,), mode).counts for mode in ("always", "selective")
+    )
+    assert selective["aten::addmm"] == always["aten::addmm"]
+
+
+class InPlace(nn.Module):
+    """A layer that changes the result of a product in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found.relu_() + 1
+
+
+class WritesInto(nn.Module):
+    """A layer that computes a constant into a tensor of its own, with `out=`."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(WIDTH, WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.full_like(x, -1.0)
+        with torch.no_grad():
+            torch.mm(x, self.table, out=found)
+        wanted: Tensor = self.inner(x)
+        return wanted + found.tanh()
+
+
+class Varying(nn.Module):
+    """A layer that makes one call more in every other forward, and so in many recomputations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = itertools.count()  # a recomputation does not put it back
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self.calls) % 2:
+            with torch.no_grad():
+                x.mm(self.first.weight)
+        found: Tensor = self.second(self.first(x)).tanh()
+        return found
+
+
+class OwnCheckpoint(nn.Module):
+    """A layer that recomputes a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(self.inner, x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return x + found
+
+
+class OwnGradient(nn.Module):
+    """A layer that differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = self.inner(x).tanh().pow(2).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x - 0.1 * force
+
+
+class Recurrent(nn.Module):
+    """A layer with a recurrent network, whose products are inside of torch's own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x.unsqueeze(1))[0]
+        return found.squeeze(1)
+
+
+FLAT = (WIDTH,)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (linear, FLAT),
+    "convolution": (convolution, (16, 8, 8)),
+    "attention": (Attention, (6, WIDTH)),
+    "attention with dropout": (lambda: Attention(0.2), (6, WIDTH)),
+    "in place": (InPlace, FLAT),
+    "first in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), FLAT),
+    "out=": (WritesInto, FLAT),
+    "varying": (Varying, FLAT),
+    "own checkpoint": (OwnCheckpoint, FLAT),
+    "own gradient": (OwnGradient, FLAT),
+    "recurrent": (Recurrent, FLAT),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_all_kinds_train_to_the_same_bits(name: str, backend: str, schedule: str) -> None:
+    wanted = plainly(case_of(*MODELS[name]), NUM_MICROBATCHES)
+    options: dict[str, Any] = {"schedule": schedule, "backend": backend, "num_ranks": 2}
+    found = pipelined(case_of(*MODELS[name]), NUM_MICROBATCHES, recompute="selective", **options)
+    assert differences(found, wanted) == []
+
+
+@pytest.mark.parametrize("accumulate", ["fused", torch.float32])
+def test_other_ways_to_accumulate_take_kept_results_too(accumulate: Any) -> None:
+    make = MODELS["linear"]
+    kept, dropped = (
+        pipelined(case_of(*make), NUM_MICROBATCHES, num_ranks=2, recompute=mode, accumulate=way)
+        for mode, way in (("selective", accumulate), ("never", accumulate))
+    )
+    assert differences(kept, dropped) == []
+
+
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if "pipedream" in name])
+def test_streams_take_results_of_the_same_weights(schedule: str) -> None:
+    """A micro-batch's second forward uses the version of the weights that its first one used."""
+    found = []
+    for mode in ("never", "selective"):
+        torch.manual_seed(0)
+        layers = LayerSequence.of([linear() for _ in range(4)])
+        batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(5)]
+        options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": NUM_MICROBATCHES}
+        with Pipeline(
+            layers,
+            mse_loss,
+            schedule=schedule,
+            recompute=mode,
+            optimizer_fn=lambda weights: torch.optim.SGD(weights, 0.1),
+            **options,
+        ) as pipe:
+            for _ in pipe.run(batches):
+                pass
+            found.append({name: value.clone() for name, value in pipe.state_dict().items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "num_kept"),
+    [
+        (lambda: nn.Linear(WIDTH, WIDTH), 1),
+        (lambda: nn.Linear(32, WIDTH), 0),
+        (InPlace, 0),
+        (WritesInto, 1),
+    ],
+)
+def test_what_is_kept_is_what_costs_time_and_can_be_used(
+    make: Callable[[], nn.Module], num_kept: int
+) -> None:
+    """A result that was changed in place would only take memory."""
+    layer = make()
+    width = next(layer.parameters()).shape[1]
+    x = torch.randn(BATCH, width)
+    runner = ProfiledModel.of(layer, x, None, None).runner(BATCH)
+    runner.run_all()
+    kept = runner.keep_results(0).results
+    assert [tuple(tensor.shape) for tensor in kept] == [(BATCH, WIDTH)] * num_kept
+    assert not any(tensor.requires_grad for tensor in kept)  # they hold no graph
