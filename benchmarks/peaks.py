@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stageline as sl
-from stageline.zoo.workloads import FURTHER_WORKLOADS, WORKLOADS
+from stageline.zoo.workloads import ALL_WORKLOADS
 
 
 def status(key: str) -> int:
@@ -35,7 +35,7 @@ def fill(layer: sl.Layer) -> None:
 
 
 def peak(name: str, plan: sl.Plan, steps: int = 3) -> int:
-    build = (WORKLOADS | FURTHER_WORKLOADS)[name]
+    build = ALL_WORKLOADS[name]
     sample = build()
     inputs, target = sample.inputs.clone(), sample.target.clone()
     del sample

@@ -1,15 +1,15 @@
 """What the planner expects of a step, in time and memory, and what the step takes: two ranks.
 
-    python benchmarks/prediction.py                       all rows, about eight minutes
+    python benchmarks/prediction.py                       all rows, about a quarter of an hour
     python benchmarks/prediction.py --model perceptron    one model
     python benchmarks/prediction.py --steps 20
 
-Five models, each profiled once with both cores at work; three of them with four schedules each, the
-others with what those leave out. Each row is the best plan of its schedule, with micro-batches of
-any size. A time is from the call of `step`, on threads, to its return. The plans of a model run in
-turns, three times each, and the model is profiled once more at the end, to show how much the
-machine's own speed has changed meanwhile. Memory is that of processes, rank by rank (peaks.py).
-Nothing else should run.
+Nine models, each profiled once with both cores at work; three of them with four schedules each, two
+with what those leave out, and four that were chosen before they were measured. Each row is the best
+plan of its schedule, with micro-batches of any size. A time is from the call of `step`, on threads,
+to its return. The plans of a model run in turns, three times each, and the model is profiled once
+more at the end, to show how much the machine's own speed has changed meanwhile. Memory is that of
+processes, rank by rank (peaks.py). Nothing else should run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 import stageline as sl
 from stageline.model.workload import Workload
 from stageline.report.timeline import Timeline
-from stageline.zoo.workloads import FURTHER_WORKLOADS, WORKLOADS, profile_workload
+from stageline.zoo.workloads import ALL_WORKLOADS, UNSEEN_WORKLOADS, WORKLOADS, profile_workload
 
 RANKS = 2
 ROUNDS, WARM_UP_STEPS = 3, 2
@@ -74,6 +74,12 @@ CONFIGURATIONS = (
     Configuration("gpt, large head", "gpipe", ("8GiB", "45MB")),
     Configuration("narrow gpt", "1f1b"),
     Configuration("u-net", "1f1b"),
+    *(
+        Configuration(model, schedule)
+        for model, schedule in zip(
+            UNSEEN_WORKLOADS, ("1f1b", "interleaved_1f1b", "zb_h1", "gpipe"), strict=True
+        )
+    ),
 )
 
 
@@ -140,7 +146,7 @@ def peaks(model: str, plan: sl.Plan) -> list[int]:
 
 def rows_of(model: str, steps: int) -> tuple[list[Row], float]:
     """Return the rows of a model, and the percent by which layers became slower meanwhile."""
-    case = (WORKLOADS | FURTHER_WORKLOADS)[model]()
+    case = ALL_WORKLOADS[model]()
     profile = profile_workload(case, RANKS)
     chosen = [each for each in CONFIGURATIONS if each.model == model]
     plans = [each.plan(profile, len(case.inputs)) for each in chosen]
@@ -214,7 +220,7 @@ def main(
     """Print expected and measured times and peaks, and what explains the difference."""
     torch.set_num_threads(1)
     console, rows = Console(width=150), list[Row]()
-    models = [name for name in (*WORKLOADS, *FURTHER_WORKLOADS) if model in ("", name)]
+    models = [name for name in ALL_WORKLOADS if model in ("", name)]
     for name in track(models, "predicting and measuring"):
         found, slower = rows_of(name, steps)
         rows += found

@@ -77,12 +77,16 @@ def can_run(order: sl.Schedule) -> bool:
     return True
 
 
-def bubble_factor(order: sl.Schedule) -> float:
-    """Return how much longer a step takes than its work, if all stages take the same time.
+EQUAL = sl.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)
 
-    F, I and W count as equal, which is what they are in layers of matrix products.
+
+def bubble_factor(order: sl.Schedule, costs: sl.Costs = EQUAL) -> float:
+    """Return how much longer a step takes than the average rank works.
+
+    By default all stages take the same time, and F, I and W are equal, as in layers of matrix
+    products.
     """
-    timeline = sl.simulate(order, sl.Costs(1.0, 1.0, 1.0))
+    timeline = sl.simulate(order, costs)
     return timeline.makespan * timeline.num_ranks / sum(timeline.busy)
 
 

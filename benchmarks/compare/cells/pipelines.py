@@ -22,11 +22,13 @@ from benchmarks.compare.turns import close, take_turns
 from benchmarks.compare.workloads import UNEVEN, WORKLOADS, Case, Workload
 
 import stageline as sl
+from stageline.simulation.median_costs import median_costs
 
 BASELINES = "baselines"
 SCHEDULES = (*torch_pipelining.SCHEDULES, BASELINES)
 OWN_ORDER = ", own order"
 GPIPE = ", gpipe"
+TRACED_STEPS = 7
 
 
 class Line(NamedTuple):
@@ -72,8 +74,20 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
         close(line.contestants)
         line = make(workload, case, name)
     times = take_turns(line.contestants, cell["rounds"])
+    if not workload.is_emulated:
+        line.facts["measured_bubble_factor"] = measured_bubble_factor(line.contestants[0])
     close(line.contestants)
     return {"times": times} | line.facts
+
+
+def measured_bubble_factor(contestant: Contestant) -> float:
+    """Return the bubble of a contestant's order with the costs that its own stages have."""
+    assert contestant.trace is not None
+    timelines = []
+    for _ in range(TRACED_STEPS):
+        timelines.append(contestant.trace())
+        contestant.zero_grad()
+    return bubble_factor(timelines[0].schedule, median_costs(timelines))
 
 
 def contestants(workload: Workload, case: Case, name: str) -> Line:

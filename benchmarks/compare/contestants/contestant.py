@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import stageline as sl
+from stageline.report.timeline import Timeline
 
 Gradients = dict[str, Tensor]
 
@@ -34,6 +35,7 @@ class Contestant:
     close: Callable[[], object] = nothing
     num_threads: int = 1
     is_comparable: bool = True  # its gradients are those of the mini-batch
+    trace: Callable[[], Timeline] | None = None  # a step's timeline; called in all processes
 
     def zero_grad(self) -> None:
         for parameter in self.layers.modules.parameters():

@@ -10,6 +10,7 @@ from benchmarks.compare.workloads import Case
 from torch.distributed.device_mesh import init_device_mesh
 
 import stageline as sl
+from stageline.report.timeline import Timeline
 
 PROCESSES, THREADS, SERIAL = "stageline", "stageline, threads", "stageline, serial"
 PLANNED = "stageline, planned"
@@ -79,9 +80,15 @@ def _contestant(
 
 
 def _of_pipeline(name: str, case: Case, pipe: sl.Pipeline) -> Contestant:
-    return Contestant(
-        name, case.layers, lambda: pipe.step(case.inputs, case.target), _loss, pipe.close
-    )
+    def step() -> Any:
+        return pipe.step(case.inputs, case.target)
+
+    def traced() -> Timeline:
+        with pipe.trace() as trace:
+            step()
+        return trace.timeline
+
+    return Contestant(name, case.layers, step, _loss, pipe.close, trace=traced)
 
 
 def _loss(result: Any) -> float:

@@ -92,12 +92,15 @@ def peaks(runs: Runs, kind: str, mine: str, peer: str) -> Iterator[Peaks]:
             yield Peaks(cell, by_library[mine], by_library[peer])
 
 
-def over_limit(run: Run, name: str) -> Ratio | None:
-    """Return a contestant's step over the machine's limit and the bubble of its order."""
+def over_limit(run: Run, name: str, factor: str = "bubble_factor") -> Ratio | None:
+    """Return a contestant's step over the machine's limit and the bubble of its order.
+
+    `measured_bubble_factor` is the bubble with the costs that its stages were measured to have.
+    """
     times = run["times"]
-    if loops.LIMIT not in times or name not in times:
+    if loops.LIMIT not in times or name not in times or factor not in run:
         return None
-    limit = [run["bubble_factor"] * seconds for seconds in times[loops.LIMIT]]
+    limit = [run[factor] * seconds for seconds in times[loops.LIMIT]]
     return paired(times[name], limit)
 
 
