@@ -207,7 +207,9 @@ class SessionOpener:
         first = next(batches, None)
         if first is None:
             return self.opened(), batches
-        return self.opened_for(pair(first)[0], {}), chain([first], batches)
+        has_own_loss = self.arguments["loss_fn"] is None
+        inputs, _ = pair(first, has_own_loss=has_own_loss)
+        return self.opened_for(inputs, {}), chain([first], batches)
 
     @property
     def plain_model(self) -> nn.Module | None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import stageline as sl
+from stageline.training.metrics import num_tokens
 
 
 class Stop(Exception):  # noqa: N818  no error: someone pulled the plug
@@ -238,3 +239,61 @@ def test_refused_checkpoint_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state
     assert pipe.num_steps == 0
+
+
+class Scored(nn.Module):
+    """Computes its own loss, as the models of transformers do, from what a batch names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return {"loss": nn.functional.mse_loss(x, labels), "out": x}
+
+
+def own_losses(as_item: Callable[[Tensor, Tensor], Any], stream: bool = False) -> list[float]:
+    torch.manual_seed(0)
+    model, x = Scored(), torch.arange(24.0).reshape(6, 4).sin()
+    options: dict[str, Any] = {}
+    if stream:
+        options["optimizer_fn"] = lambda params: AdamW(params, 1e-2)
+    with sl.Pipeline(
+        model,
+        example_inputs={"x": x, "labels": x},
+        num_ranks=2,
+        num_microbatches=2,
+        backend="serial",
+        **options,
+    ) as pipe:
+        optimizer = None if stream else AdamW(pipe.parameters(), 1e-2)
+        data = [as_item(x, x.flip(0))]
+        reports = sl.fit(pipe, data, optimizer, steps=4, report_every=2)
+    return [report.loss for report in reports]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "as_item",
+    [
+        lambda x, y: {"x": x, "labels": y},
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: ({"x": x, "labels": y}, None),
+    ],
+    ids=["mapping", "tuple", "list", "pair"],
+)
+def test_a_loader_gives_whole_batches_to_a_model_with_its_own_loss(
+    as_item: Callable[[Tensor, Tensor], Any], stream: bool
+) -> None:
+    losses = own_losses(as_item, stream)
+    assert losses == own_losses(lambda x, y: {"x": x, "labels": y}, stream)
+    assert losses[1] < losses[0]
+
+
+def test_an_integer_for_each_sample_is_no_token() -> None:
+    tokens = torch.zeros(8, 5, dtype=torch.int64)
+    assert num_tokens({"noisy": torch.zeros(8, 3), "time": tokens[:, 0]}) is None
+    assert num_tokens({"label": tokens[:, 0], "tokens": tokens}) == 40

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageline.model.own_loss import own_loss
 from stageline.runtime.exactness.gradient_types import EXACT
 from stageline.runtime.optimizers.stage_optimizers import OptimizerFunction, SchedulerFunction
 
@@ -30,3 +31,8 @@ class Settings:
     accumulate: str | torch.dtype = EXACT
     embedding_rows: bool = True
     offload: bool = False
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Return whether the model computes its loss itself."""
+        return self.loss_fn is own_loss

@@ -33,7 +33,9 @@ class Batch(NamedTuple):
     after: DataPosition  # the position once this batch is trained on
 
 
-def batches(loader: Iterable[Any], seed: int, start: DataPosition) -> Iterator[Batch]:
+def batches(
+    loader: Iterable[Any], seed: int, start: DataPosition, *, has_own_loss: bool
+) -> Iterator[Batch]:
     """Yield batches without end; raise `BatchError` if the loader yields none in an epoch."""
     for epoch in count(start.epoch):
         torch.manual_seed(_epoch_seed(seed, epoch))
@@ -44,7 +46,8 @@ def batches(loader: Iterable[Any], seed: int, start: DataPosition) -> Iterator[B
         number = 0
         for number, item in enumerate(loader, start=1):
             if number > skip:
-                yield Batch(*pair(item), DataPosition(epoch, number))
+                inputs, target = pair(item, has_own_loss=has_own_loss)
+                yield Batch(inputs, target, DataPosition(epoch, number))
         if not number:
             raise BatchError(
                 f"the loader yielded no batch in epoch {epoch}, but more steps are needed: use a "

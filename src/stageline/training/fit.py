@@ -37,7 +37,8 @@ def fit(
 ) -> list[Report]:
     """Train until `steps` steps are done and return the reports; all ranks call it.
 
-    `loader` yields pairs (inputs, target), epoch after epoch. `optimizer` is None on ranks without
+    `loader` yields pairs (inputs, target), epoch after epoch, or whole batches, as `pipe.step`
+    takes them, if the model computes its own loss. `optimizer` is None on ranks without
     parameters, and for a pipeline with optimizers of its own: then mini-batches follow each other
     without a barrier, except where a checkpoint is saved.
 
@@ -78,7 +79,10 @@ def _train(
     run: TrainingRun, loader: Iterable[Any], steps: range, start: DataPosition, log: RunLog
 ) -> list[Report]:
     interval = ReportInterval()
-    data = interval.timed("data", batches(loader, session_of(run.pipe).seed, start))
+    session = session_of(run.pipe)
+    has_own_loss = session.assembly.settings.has_own_loss
+    found = batches(loader, session.seed, start, has_own_loss=has_own_loss)
+    data = interval.timed("data", found)
     if run.has_own_optimizers:
         return list(_train_stream(run, data, steps, log, interval))
     reports = []

@@ -163,9 +163,11 @@ def report_files(folder: Path, step: int, *, tensorboard: bool) -> Iterator[Writ
 
 
 def num_tokens(inputs: Any) -> int | None:
-    """Return the size of the first tensor of integers; None if there is none."""
+    """Return the size of the first matrix of integers, one row a sample; None if there is none."""
     kinds = (torch.int16, torch.int32, torch.int64)
-    return next((t.numel() for t in trees.tensors(inputs) if t.dtype in kinds), None)
+    found = (t for t in trees.tensors(inputs) if t.dtype in kinds)
+    # one integer for each sample is a class, or the time step of a diffusion model
+    return next((t.numel() for t in found if t.ndim > 1), None)
 
 
 def peak_memory(devices: set[torch.device]) -> int:

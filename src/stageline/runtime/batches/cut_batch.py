@@ -12,7 +12,6 @@ from torch import Tensor
 from stageline.errors import BatchError, ModelError
 from stageline.model import trees
 from stageline.model.inputs import batch_inputs, microbatch_inputs
-from stageline.model.own_loss import own_loss
 from stageline.runtime.batches import microbatches
 from stageline.runtime.engine.minibatch import MiniBatch
 from stageline.runtime.engine.session import Session
@@ -64,7 +63,7 @@ def cut_by_caller(session: Session, parts: Sequence[Any], seed: int) -> MiniBatc
 
 def streamed_batch(session: Session, batch: Any) -> MiniBatch:
     """Return a mini-batch of a stream, which passes no gradients back to its inputs."""
-    inputs, target = microbatches.pair(batch)
+    inputs, target = microbatches.pair(batch, has_own_loss=session.assembly.settings.has_own_loss)
     minibatch = training_batch(session, inputs, target, {})
     if any(t.requires_grad for part in minibatch.inputs for t in trees.tensors(part)):
         raise BatchError(
@@ -104,7 +103,7 @@ def _weights(
 ) -> list[float]:
     """Return each micro-batch's weight: its share of samples, or 1 / the total count."""
     settings, replicas = session.assembly.settings, session.assembly.replicas
-    if settings.loss_fn is own_loss:
+    if settings.has_own_loss:
         return own_loss_weights(session, sizes, parts)
     if settings.count_fn is None:
         samples = replicas.total(sum(sizes))

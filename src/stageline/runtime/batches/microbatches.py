@@ -18,7 +18,7 @@ Everything else is refused by an error that names its path in the output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -132,13 +132,21 @@ def splitter(
     return lambda gradient: list(torch.split(gradient, rows))
 
 
-def pair(item: Any) -> tuple[Any, Any]:
-    """Return the inputs and the target of what a loader yields."""
-    if isinstance(item, tuple | list) and len(item) == 2:
+def pair(item: Any, *, has_own_loss: bool) -> tuple[Any, Any]:
+    """Return the inputs and the target of what a loader yields.
+
+    If the model computes its own loss, all of the item is inputs, as in `pipe.step(item)`, but for
+    a pair that already has them apart: (mapping, ignored) or (inputs, None).
+    """
+    is_pair = isinstance(item, tuple | list) and len(item) == 2
+    if has_own_loss and not (is_pair and (isinstance(item[0], Mapping) or item[1] is None)):
+        # a DataLoader makes lists of a dataset's tuples
+        return tuple(item) if isinstance(item, list) else item, None
+    if is_pair:
         return item[0], item[1]
     raise BatchError(
         f"the loader gave a {type(item).__name__}, but a batch is a pair (inputs, target): put "
-        "several inputs in a dict or a tuple"
+        "several inputs in a dict or a tuple, or omit loss_fn if the model computes its own loss"
     )
 
 
