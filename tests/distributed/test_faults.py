@@ -49,6 +49,13 @@ def test_one_rank_that_saves_alone_is_told_who_does_not_take_part(tmp_path: Path
     assert second.code == 1
 
 
+def test_a_rank_that_saves_alone_before_the_first_step_and_the_other_say_so(tmp_path: Path) -> None:
+    for ended in launch("alone", 2, "first", str(tmp_path), timeout=60.0):
+        assert ended.code == 1
+        assert "rank 0 shares a checkpoint or report while rank 1 shares" in ended.output
+        assert "make the same calls on all ranks" in ended.output
+
+
 @pytest.mark.parametrize(
     "where",
     [

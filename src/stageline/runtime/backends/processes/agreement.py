@@ -23,7 +23,7 @@ def check_agreement(
     """Raise on every rank unless all have the same model, schedule, options and data."""
     if all(map(collectives.has, range(layout.schedule.num_ranks))):
         return
-    found = collectives.gather(signature(layout, recompute, minibatch), "their arguments")
+    found = collectives.gather(signature(layout, recompute, minibatch), "the arguments of a step")
     for what, here in found[0].items():
         others = {rank: each[what] for rank, each in enumerate(found) if each[what] != here}
         if others:

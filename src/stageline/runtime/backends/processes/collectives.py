@@ -62,8 +62,8 @@ class ProcessCollectives:
             return [own]
         with self.guarded(what, task):
             if self.device is not None and group is not Group.SAVES:
-                return gather_trees(own, found, self.device)
-            return exchange.gather(own, found)
+                return gather_trees(own, found, self.device, what)
+            return exchange.gather(own, found, what=what)
 
     def broadcast(self, tree: T, source: int, what: str) -> T:
         group, is_here = self.groups.pipeline, self.has(source)

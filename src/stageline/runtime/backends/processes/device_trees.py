@@ -21,9 +21,11 @@ from stageline.runtime.backends.processes.messages.shapes import ValueSpec
 Described = tuple[Any, tuple[TensorForm, ...]]
 
 
-def gather_trees(own: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def gather_trees(
+    own: Any, group: dist.ProcessGroup, device: torch.device, what: str = ""
+) -> list[Any]:
     """Return the trees of all ranks of the group, by rank."""
-    described: list[Described] = exchange.gather(own, group, _described)
+    described: list[Described] = exchange.gather(own, group, _described, what)
     sizes = [[form.num_bytes for form in forms if form.num_elements] for _, forms in described]
     longest = max(map(sum, sizes))
     found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in described]

@@ -6,7 +6,7 @@ it is in memory of Python's, never on a device. `describe` returns what is sent 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,14 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def gather(own: Any, group: dist.ProcessGroup, describe: Describe = as_it_is) -> list[Any]:
-    """Return the values of all ranks of the group, by rank."""
-    message, error = _encode(own, describe)
+def gather(
+    own: Any, group: dist.ProcessGroup, describe: Describe = as_it_is, what: str = ""
+) -> list[Any]:
+    """Return the values of all ranks of the group, by rank; `what` is the same on all of them.
+
+    Ranks that exchange something else at this moment have made other calls: all of them raise.
+    """
+    message, error = _encode((what, own), lambda pair: (what, describe(pair[1])))
     lengths = [bytearray(LENGTH) for _ in range(dist.get_world_size(group))]
     dist.all_gather([*map(bytes_to_tensor, lengths)], bytes_to_tensor(_length(message)), group)
     longest = max(map(_number, lengths))
@@ -35,7 +40,20 @@ def gather(own: Any, group: dist.ProcessGroup, describe: Describe = as_it_is) ->
     if error is not None:
         raise error
     pairs = zip(found, lengths, strict=True)
-    return [_decode(each[: _number(length)], rank) for rank, (each, length) in enumerate(pairs)]
+    values = [_decode(each[: _number(length)], rank) for rank, (each, length) in enumerate(pairs)]
+    check_same_call([there for there, _ in values])
+    return [value for _, value in values]
+
+
+def check_same_call(found: Sequence[str]) -> None:
+    """Raise unless all ranks exchange the same; `found` is what each of them does, by rank."""
+    for rank, there in enumerate(found):
+        if there != found[0]:
+            raise ModelError(
+                f"rank 0 shares {found[0]} while rank {rank} shares {there}: make the same calls "
+                "on all ranks, in the same order, and none on one rank alone, such as sl.save "
+                "under `if rank == 0`"
+            )
 
 
 def broadcast(
