@@ -61,6 +61,11 @@ def check_function(name: str, function: object) -> None:
     """Raise unless a value can be called."""
     if not callable(function):
         raise ModelError(f"{name} is {shown(function)}, but has to be a function")
+    if isinstance(function, type) and hasattr(function, "forward"):  # a module such as nn.MSELoss
+        raise ModelError(
+            f"{name} is the class {function.__name__}, but has to be a function: give an object "
+            f"of it, {function.__name__}()"
+        )
 
 
 def check_arguments(

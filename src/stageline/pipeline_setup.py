@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -73,7 +75,9 @@ def open_pipeline(
         num_ranks, num_microbatches, balance = sizes_from_plan(plan, given)
         schedule, recompute = plan.schedule, plan.recompute_modes
         options = replace(options, offload=options.offload or plan.chosen.offload)
-    backend = backend or default_backend(mesh)
+    if backend is None:
+        backend = default_backend(mesh)
+        _warn_if_alone(backend)
     loss_fn = _checked_loss(model, loss_fn, options)
     _check_choices(backend, options)
     order = checked_schedule(schedule, num_ranks, num_microbatches)
@@ -146,13 +150,30 @@ def default_backend(mesh: DeviceMesh | None) -> str:
     return "processes" if in_group else "threads"
 
 
+def _warn_if_alone(backend: str) -> None:
+    """Warn if a launcher started several processes, and each would train all of the model."""
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if backend != "processes" and "RANK" in os.environ and num_processes != "1":
+        warnings.warn(
+            f"{num_processes} processes were started, but there is no process group, so each of "
+            "them trains the whole model by itself, on threads: call "
+            "torch.distributed.init_process_group() before Pipeline, or give it "
+            f"backend={backend!r} if that is what you want",
+            stacklevel=2,
+        )
+
+
 def _checked_loss(model: AnyModel, loss_fn: LossFunction | None, options: Options) -> LossFunction:
     """Return the loss function; that of a model which computes its own if there is none."""
     if loss_fn is None and is_recorded(model):
         return own_loss
+    if loss_fn is None:
+        raise ModelError(
+            "loss_fn is None, but has to be a function, since layers that are given one by one "
+            "have no loss of their own: give loss_fn(output, target)"
+        )
     check_function("loss_fn", loss_fn)
     check_function("count_fn", options.count_fn or loss_fn)
-    assert loss_fn is not None  # it is a function
     return loss_fn
 
 

@@ -59,6 +59,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if os.path.lexists(here / RECORD):
         return here
     found = latest(here)
+    if found is None and here.is_file():
+        raise CheckpointError(
+            f"{str(here)!r} is a file, but a checkpoint is a folder: give the one that was given "
+            "to sl.save, or load what torch.save wrote with pipe.load_state_dict(torch.load(path))"
+        )
     if found is None:
         raise CheckpointError(
             f"{str(here)!r} has no checkpoint to load: give the folder that was given to sl.save; "

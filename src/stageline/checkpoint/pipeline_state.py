@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stageline.arguments import shown
 from stageline.checkpoint.group import has_rank, is_written_here
 from stageline.checkpoint.json_values import to_json
 from stageline.checkpoint.record import GroupOptions, SchedulerState, common_scheduler_state
@@ -159,6 +160,11 @@ def collect_state(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> ProcessSta
 
 def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise `CheckpointError` if the optimizer has a parameter that the model does not have."""
+    if not hasattr(optimizer, "param_groups"):
+        raise CheckpointError(
+            f"the optimizer is {shown(optimizer)}, but has to be an object of a torch.optim class: "
+            "make one from pipe.parameters()"
+        )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

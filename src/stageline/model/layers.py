@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from stageline.arguments import shown
 from stageline.errors import ModelError
 from stageline.torch_private import child_table, has_hooks
 
@@ -138,7 +139,7 @@ class LayerSequence:
                 "give an nn.Sequential, or a list of sl.Layer"
             )
         if not isinstance(model, Iterable):
-            raise ModelError(f"the model is {model!r}, but has to be an nn.Sequential or a list")
+            raise ModelError(_no_model(model))
         given = list(model)
         containers = tuple(item for item in given if isinstance(item, nn.Module))
         return LayerSequence(tuple(_named(given)), containers)
@@ -250,3 +251,13 @@ def _named(layers: Iterable[Layer | nn.Module]) -> Iterable[Layer]:
             raise ModelError(f"layer {number} is {layer!r}, but has to be a module or a sl.Layer")
         else:
             yield from _flattened(str(number), layer)
+
+
+def _no_model(given: object) -> str:
+    """Return why this is no model, and what to give instead."""
+    if isinstance(given, type):
+        return f"the model is the class {given.__name__}: give an object of it"
+    return (
+        f"the model is {shown(given)}, but has to be an nn.Module or a list of layers: the first "
+        "argument of Pipeline is the model, the second its loss_fn"
+    )

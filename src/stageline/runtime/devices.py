@@ -31,7 +31,10 @@ def by_rank(devices: Sequence[Device] | None, num_ranks: int) -> tuple[torch.dev
     try:
         return tuple(torch.device(device) for device in devices)
     except RuntimeError as error:
-        raise ModelError(f"devices is {list(devices)}, but torch does not know them all") from error
+        raise ModelError(
+            f"devices is {list(devices)}, but torch does not know them all: give names such as "
+            "'cpu' or 'cuda:0', one for each rank"
+        ) from error
 
 
 def accelerators_of(

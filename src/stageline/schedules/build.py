@@ -123,7 +123,9 @@ def family_of(name: str) -> ScheduleFamily:
     check_type("the name of a schedule", name, str, f"use one of {_listed(FAMILIES, 'or')}")
     if name in FAMILIES:
         return FAMILIES[name]
-    near = get_close_matches(name, FAMILIES, n=1, cutoff=0.4) if len(name) < LONG_NAME else []
+    near = (
+        get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.5) if len(name) < LONG_NAME else []
+    )
     hint = f"did you mean {near[0]!r}?" if near else f"use one of {_listed(FAMILIES, 'or')}"
     raise ScheduleError(f"schedule {shown(name)} is not known: {hint}")
 

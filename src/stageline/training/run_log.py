@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from stageline.checkpoint.group import PendingSave, checkpoint_group
+from stageline.checkpoint.write_tensors import convert_write_errors
 from stageline.report.timeline import Timeline
 from stageline.runs.records import (
     EVENTS,
@@ -146,11 +147,12 @@ def open_log(stack: ExitStack, run: TrainingRun, done: int) -> RunLog:
         console.print(f"resuming from step {done}")
     if run.folder is None:
         return RunLog(show)
-    store = stack.enter_context(report_files(run.folder, done, tensorboard=run.tensorboard))
-    if done >= run.steps:
-        return RunLog(show, store)  # nothing will happen: the record stays that of the last run
     folder = RunFolder(run.folder)
-    folder.start(run, done)
+    with convert_write_errors(run.folder):
+        store = stack.enter_context(report_files(run.folder, done, tensorboard=run.tensorboard))
+        if done >= run.steps:
+            return RunLog(show, store)  # nothing will happen: the record stays that of the last run
+        folder.start(run, done)
     stack.enter_context(folder.errors_added())
     return RunLog(show, store, folder)
 

@@ -22,7 +22,7 @@ WORDS = {
 def stage_error(loop: Loop, stream: Stream, rank: int, error: BaseException) -> StageError:
     """Return the error of a rank of this process, and where the others were stopped."""
     others = [(r, a) for r, (_, a) in sorted(stream.now.items()) if r != rank]
-    stopped = ", ".join(f"rank {r} at {a}" for r, a in others) or "none other"
+    stopped = ", ".join(f"rank {r} at {a}" for r, a in others) or "no other rank, as none had begun"
     return StageError(f"{failure_text(loop, stream, rank, error)}\n  stopped: {stopped}")
 
 

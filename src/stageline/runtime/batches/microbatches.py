@@ -73,9 +73,11 @@ def cut(batch: Any, pieces: list[int]) -> list[Any]:
     columns = [_column(leaf, pieces) for leaf in leaves]
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Uncut) and trees.hides_tensors(leaf):
+            is_array = hasattr(leaf, "__array__")
+            remedy = "convert it with torch.as_tensor" if is_array else USE_CONTAINERS
             raise BatchError(
                 f"the batch has a {type(leaf).__name__}{_at(trees.paths(spec)[number])}, but "
-                f"tensors or arrays in it would not be cut into micro-batches: {USE_CONTAINERS}"
+                f"tensors or arrays in it would not be cut into micro-batches: {remedy}"
             )
     if spec.type is None:  # a single tensor, as most targets are
         return [*columns[0]]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stageline.arguments import check_type
-from stageline.errors import PlanError
+from stageline.errors import ModelError, PlanError
 from stageline.model.layers import Layer, LayerSequence
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.carry import carried
@@ -214,7 +214,13 @@ def move_to_devices(
     before = {p: p.device for module in modules.values() for p in module.parameters()}
     for number, module in modules.items():
         if devices[number] is not None:
-            module.to(devices[number])
+            try:
+                module.to(devices[number])
+            except AssertionError as error:  # torch's own, if it was built without this device
+                raise ModelError(
+                    f"device {str(devices[number])!r} cannot be used: {error}: install a torch "
+                    "that has it, or omit devices="
+                ) from error
     if optimizer is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

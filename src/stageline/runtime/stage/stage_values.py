@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stageline.arguments import shown
 from stageline.errors import ModelError
 from stageline.model.layers import Value
+from stageline.model.own_loss import own_loss
 from stageline.runtime.accelerators.accelerator import Accelerator
 from stageline.runtime.accelerators.carry import brought
 from stageline.runtime.accelerators.code_places import runs_user_code
@@ -42,12 +44,24 @@ class Target:
     def loss(self, output: Any, accelerator: Accelerator | None = None) -> Tensor:
         """Return the loss of an output; raise ModelError if it is not one number."""
         target = self.target if accelerator is None else brought(self.target, accelerator)
-        loss = _call(self.loss_fn, output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {loss!r}"
+        try:
+            loss = _call(self.loss_fn, output, target)
+        except Exception as error:
+            if target is not None or self.loss_fn is own_loss:
+                raise
             raise ModelError(
-                f"the loss {found}, but has to be one number: return the mean over the samples, or "
-                "their sum if there is a count_fn"
+                f"the target is None, and loss_fn raised {type(error).__name__}: {error}: give "
+                "inputs and target as two arguments, as in pipe.step(inputs, target)"
+            ) from error
+        if not isinstance(loss, Tensor):
+            raise ModelError(
+                f"the loss is {shown(loss)} of type {type(loss).__name__}, but has to be a tensor "
+                "with one number: return the tensor itself, without .item() or float()"
+            )
+        if loss.numel() != 1:
+            raise ModelError(
+                f"the loss has shape {tuple(loss.shape)}, but has to be one number: return the "
+                "mean over the samples, or their sum if there is a count_fn"
             )
         return loss
 
@@ -56,6 +70,12 @@ class Target:
 
         With a scale it has the bits that `(loss * scale).backward(weight)` has.
         """
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss does not require a gradient, so there is nothing to train: check that "
+                "some parameters have requires_grad=True, and that neither the model nor loss_fn "
+                "detaches what it returns"
+            )
         if self.scale is None:
             return torch.full_like(loss, self.weight)
         scale = self.scale.to(loss.device, non_blocking=True)
