@@ -1,4 +1,4 @@
-"""Compare all ways to train that a search considered, and say why each of them lost.
+"""Compare all options that a search considered, and say why each of them lost.
 
 `sl.plan` simulates only what its bounds leave, and reports the best of each schedule. Here the
 others are estimated from few micro-batches as well, so that a picture can show all of them.
@@ -24,7 +24,7 @@ MAX_ESTIMATED_STREAM_ACTIONS = 20_000  # the same if asynchronous: each takes lo
 
 
 class Precision(Enum):
-    """How the time of a way is known."""
+    """How the step time of an option was obtained."""
 
     SIMULATED = "simulated"
     ESTIMATED = "estimated"  # from few micro-batches; its memory is that of all
@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class WaysToTrain:
-    """All ways to train: the best first, the others by time."""
+    """All options for training: the best first, the others by time."""
 
     ways: tuple[Way, ...]
     has_best: bool  # False if nothing fits
@@ -53,7 +53,7 @@ class WaysToTrain:
 def compare_ways(
     request: PlanRequest, schedules: Sequence[str], progress: ReportProgress
 ) -> WaysToTrain:
-    """Search for a plan, and return all ways that were considered.
+    """Search for a plan, and return all options that were considered.
 
     `progress` is called as that of `sl.plan`; what it raises ends the search.
     """
@@ -85,7 +85,7 @@ def _identity(candidate: PlanCandidate) -> tuple[object, ...]:
 def _estimated_ways(
     search: PlanSearch, candidates: Iterable[PlanCandidate], best: EvaluatedCandidate | None
 ) -> Iterator[Way]:
-    """Yield the candidates as ways: those with the lowest bounds are estimated, while time lasts.
+    """Yield the candidates as options; those with the lowest bounds are timed while time lasts.
 
     What cannot be built for its number of micro-batches is omitted.
     """

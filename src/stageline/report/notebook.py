@@ -32,7 +32,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def picture_html(picture: str, description: str) -> str:
-    """Return an SVG as an image: its styles do not reach the page, nor those of the page it."""
+    """Return an SVG as an image, so that its styles and the page's do not affect each other."""
     data = b64encode(picture.encode()).decode()
     source = f"data:image/svg+xml;base64,{data}"
     return f'<img alt="{xml(description)}" style="max-width:100%;background:#fff" src="{source}">'

@@ -1,4 +1,4 @@
-"""Time messages there and back between two ranks, on the ways that those of a pipeline go.
+"""Time round trips between two ranks, over the connections that a pipeline would use.
 
 Between devices the host queues all of them, and then waits once. Each is timed by events:
 
@@ -38,7 +38,7 @@ ANY_KEY, ANY_VALUE = (0, Action(0, Kind.SEND_F, 0, peer=1)), Value(0, "x")
 
 
 class Ways(Protocol):
-    """The ways from this rank to others."""
+    """The connections from this rank to others."""
 
     def round_trips(self, num_bytes: int, rank: int, pair: Pair, count: int) -> list[float]:
         """Send as many messages there and back; return the seconds of each, on the first rank."""
@@ -115,7 +115,7 @@ class DeviceWays(NamedTuple):
 def open_ways(
     pairs: Sequence[Pair], accelerator: Accelerator | None, group: dist.ProcessGroup
 ) -> Iterator[Ways]:
-    """Open the ways between pairs of ranks: channels of devices, or links of a machine."""
+    """Open connections between pairs of ranks: channels of devices, or links of a machine."""
     ranks, limit = range(dist.get_world_size()), TIMEOUT.total_seconds()
     if accelerator is None:
         near = connect_neighbours(ranks, group, shares_memory=True)

@@ -22,7 +22,7 @@ class Overlap(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Return the part of the shorter one that takes no time beside the other.
+        """Return the share of the shorter one that the other hides.
 
         >>> Overlap(2.0, 1.0, 2.25).hidden
         0.75

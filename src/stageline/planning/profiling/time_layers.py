@@ -60,7 +60,7 @@ def _time_actions(runner: LayerRunner, number: int) -> ActionSeconds:
 
 
 def _selective_seconds(runner: LayerRunner, number: int) -> float:
-    """Return the time of a forward that keeps results, and of the one that takes them."""
+    """Return the total time of a forward that stores results and of one that reuses them."""
     device = runner.device
     run, first = timed(lambda: runner.keep_results(number), device)
     _, second = timed(lambda: runner.recompute(run), device)

@@ -130,7 +130,7 @@ def slow_messages(step: MeasuredStep) -> Iterator[Finding]:
 
 
 def varying_times(step: MeasuredStep) -> Iterator[Finding]:
-    """Find actions that take much longer at times than usually, for which other ranks wait."""
+    """Find actions that sometimes take much longer than usual, so that other ranks wait."""
     if step.makespan * (1 - LEAST_VARIATION) > step.simulated:
         share = step.makespan / (step.makespan + step.between)
         yield Finding(
@@ -144,14 +144,14 @@ def varying_times(step: MeasuredStep) -> Iterator[Finding]:
 
 
 def waiting_for_data(step: MeasuredStep) -> Iterator[Finding]:
-    """Find time that a step waits for its batch."""
+    """Find the time that steps wait for their batches."""
     advice = "load batches in the background, as a DataLoader does with num_workers=2"
     if step.metrics is not None:
         yield from _waiting("data", step.metrics, step.metrics.data_seconds, advice)
 
 
 def waiting_for_checkpoints(step: MeasuredStep) -> Iterator[Finding]:
-    """Find time that a step waits until its state is copied, or an earlier save has ended."""
+    """Find the time that steps wait for a copy of the state, or for an earlier save."""
     if step.metrics is not None:
         advice = "save less often: give sl.fit a larger save_every"
         yield from _waiting("checkpoints", step.metrics, step.metrics.save_seconds, advice)

@@ -54,7 +54,7 @@ SERIAL = Finding(
 
 
 def _shared_cores(run: Run) -> list[Finding]:
-    """Say that ranks wait for each other's cores: expected gains are too optimistic then."""
+    """Note that ranks compete for cores, so that the expected gains are too optimistic."""
     made, machine = run.configuration, run.environment
     is_on_cpu = set(machine.devices) <= {"cpu"} and machine.num_cores > 0
     needed = made.num_ranks * made.num_replicas * max(machine.num_threads, 1)

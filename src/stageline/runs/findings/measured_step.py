@@ -68,7 +68,7 @@ class MeasuredStep:
 
     @cached_property
     def layers(self) -> tuple[Times, ...]:
-        """Return the times of each layer: the share of its stage that its cost says."""
+        """Return the times of each layer: those of its stage, divided in proportion to costs."""
         costs = self.configuration.layer_costs
         if len(costs) != sum(self.balance):
             costs = (1.0,) * sum(self.balance)

@@ -1,4 +1,4 @@
-"""Find accesses to the same memory that no event orders, by vector clocks.
+"""Find accesses to the same memory that no event orders, with vector clocks.
 
 A stream counts what is queued on it, and knows how far it has waited for every other stream. Two
 accesses are ordered if the stream of the later one has waited for the earlier one. Two that are

@@ -66,7 +66,7 @@ class CheckedAccelerator:
         return self._copied(tensor, "a copy between devices", self.simulation.current(source))
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Take memory that was there before anything was watched for host memory."""
+        """Assume that memory which was allocated before the check began is host memory."""
         return self.upload(tensor) if self.simulation.is_on_host(tensor) else tensor
 
     def upload(self, tensor: Tensor) -> Tensor:

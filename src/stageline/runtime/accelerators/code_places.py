@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 def calling_code() -> Line | None:
-    """Return the innermost line that is neither torch's nor of the simulation."""
+    """Return the innermost line of code outside torch and the simulation."""
     frame = inspect.currentframe()
     while frame is not None and _is_skipped(frame.f_code):
         frame = frame.f_back
@@ -48,7 +48,7 @@ def calling_code() -> Line | None:
 
 
 def runs_user_code(function: F) -> F:
-    """Note that a function runs a layer, a loss or the like: what happens in it is the user's."""
+    """Mark a function that runs a layer, a loss or the like: what it does is user code."""
     USER_CODE.add(cast("FunctionType", function).__code__)
     return function
 

@@ -1,4 +1,4 @@
-"""Refuse what makes the host wait for a device inside a step, where Stageline's own code asks.
+"""Refuse operations by which Stageline's own code makes the host wait inside a step.
 
 A host that waits queues nothing meanwhile, so that the device runs out of work. Layers, losses and
 optimizers are the user's: what they read on the host is not looked at.
@@ -58,7 +58,7 @@ class HostCopies(TorchFunctionMode):
 
 
 def refuse_wait(what: str) -> None:
-    """Raise if this is called by a line of the runtime that does not say why."""
+    """Raise if the calling line of the runtime gives no reason for making the host wait."""
     if is_own():
         raise HostWaitError(
             f"{Place(what, calling_code(), None)} makes the host wait for a device inside a step: "

@@ -196,7 +196,7 @@ class Simulation:
         return memory
 
     def _release(self) -> None:
-        """Let the owners of released memory reuse it from now on."""
+        """Allow the owners of released memory to reuse it."""
         while self.gone:
             number = self.gone.popleft()
             memory = self.memories.pop(number)

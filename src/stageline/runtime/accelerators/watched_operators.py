@@ -99,7 +99,7 @@ class Accesses(NamedTuple):
 
 @cache
 def _accesses(operator: Any) -> Accesses | None:
-    """Return what an operator does; None for one that only calls others."""
+    """Return what an operator reads and writes; None for one that only calls others."""
     schema = operator_schema(operator)
     if schema is None:
         return None

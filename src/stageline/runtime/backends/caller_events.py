@@ -59,7 +59,7 @@ class CallerEvents:
 
 
 def hand_over(own: Accelerator | None, made: Iterable[Any]) -> None:
-    """Give the caller tensors that a rank made: their memory is not reused while ranks go on."""
+    """Hand a rank's tensors to the caller: their memory is not reused while ranks continue."""
     for tensor in made:
         if own is not None and isinstance(tensor, Tensor):
             own.keep_alive(tensor)

@@ -25,7 +25,7 @@ Accelerators = Sequence[Accelerator | None]
 
 
 class Parcel(NamedTuple):
-    """Values for another rank, and the event after which they are there."""
+    """Values for another rank, and the event that marks them as ready."""
 
     values: Any
     arrived: Any  # None if they are in host memory
@@ -39,7 +39,7 @@ class DeviceLink:
         self.out_stream, self.in_stream = source.new_stream(name), target.new_stream(name)
 
     def copy(self, values: Any, made: Any) -> Parcel:
-        """Queue copies of values, behind the event after which they are there."""
+        """Queue copies of values after the event that marks them as ready."""
         source, target = self.source, self.target
         with target.queueing_on(self.in_stream), source.queueing_on(self.out_stream):
             source.wait_event(made)
@@ -52,7 +52,7 @@ class DeviceLink:
 
 
 class DeviceRank:
-    """A rank on a device. State: its streams. Used by the rank's thread."""
+    """A rank on a device. State: its streams. Only the rank's own thread uses it."""
 
     def __init__(self, rank: int, accelerators: Accelerators) -> None:
         self.rank, self.accelerators = rank, accelerators
@@ -70,7 +70,7 @@ class DeviceRank:
             yield
 
     def send(self, values: Any, target: int) -> Parcel:
-        """Queue what brings values to another rank."""
+        """Queue the copies that transfer values to another rank."""
         there = self.accelerators[target]
         if self.own is None:
             return Parcel(values, None)
@@ -97,7 +97,7 @@ class DeviceRank:
         return self.own.record_event() if self.own is not None else None
 
     def fetch(self, values: Any, source: int, made: Any) -> Any:
-        """Return another rank's values, which are there after its event `made`."""
+        """Return another rank's values, which are ready after its event `made`."""
         there = self.accelerators[source]
         if source == self.rank:
             return values

@@ -51,7 +51,7 @@ class Mailbox:
 
 
 class Brought(NamedTuple):
-    """The numbers that one rank brings to a meeting."""
+    """The numbers that one rank contributes to a collective."""
 
     rank: int
     numbers: Numbers
@@ -88,7 +88,7 @@ class Meetings:
         self.lock = Lock()
 
     def join(self, key: MessageKey, own: Brought) -> list[Brought] | None:
-        """Return what all ranks bring to the last one that joins, and None to the others."""
+        """Return the contributions of all ranks if this is the last one to join, or else None."""
         meeting = key[0], key[1].kind
         with self.lock:
             brought = self.brought.setdefault(meeting, [])

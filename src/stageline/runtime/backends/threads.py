@@ -120,7 +120,7 @@ class ThreadsRun:
         self._hand_over(self.stream.minibatches[position])
 
     def _hand_over(self, minibatch: MiniBatch) -> None:
-        """Give the caller results that ranks made while these go on."""
+        """Hand results to the caller while the ranks that computed them continue."""
         placement, accelerators = self.loop.period.placement, self.backend.accelerators
         hand_over(accelerators[placement[-1]], minibatch.losses.values())
         for stage, update in minibatch.updates.items():

@@ -26,7 +26,7 @@ HINT = "make one for each process, torch.amp.GradScaler('cuda'), and give it to 
 
 
 def scale_of_step(session: Session, scaler: torch.amp.GradScaler | None) -> Tensor | None:
-    """Return what the gradients of a step are to be multiplied by; None if nothing is."""
+    """Return the factor that scales the gradients of a step, or None without a scaler."""
     if scaler is None:
         return None
     check_type("scaler", scaler, torch.amp.GradScaler, HINT, ModelError)

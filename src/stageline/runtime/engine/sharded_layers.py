@@ -70,7 +70,7 @@ class ShardedLayers:
             _set_reducing(module, is_reducing=False)
 
     def check_length(self, num_microbatches: int) -> None:
-        """Raise on all replicas unless they have as many micro-batches: each awaits the others."""
+        """Raise on all replicas unless all of them have the same number of micro-batches."""
         what = "numbers of micro-batches"
         counts = self.collectives.gather(num_microbatches, what, Group.REPLICAS)
         if len({*counts}) > 1:
@@ -105,7 +105,7 @@ def has_sharded_modules(layers: LayerSequence) -> bool:
 
 
 def sharded_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of a layer that `fully_shard` manages; it may be told to ignore some."""
+    """Return the weights of a layer that `fully_shard` manages; some may be excluded from it."""
     return {
         f"{name}.{own}" if name else own: weight
         for name, part in module.named_modules()

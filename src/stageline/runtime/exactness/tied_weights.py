@@ -122,7 +122,7 @@ class TiedWeights:
         }
 
     def take_gradients(self, found: Mapping[int, Any], weights: Container[nn.Parameter]) -> None:
-        """Replace what the aliases of these weights have gathered."""
+        """Replace the gradients that the aliases of these weights have accumulated."""
         for position, (weight, _, alias, is_hooked) in enumerate(self._aliases()):
             if weight in weights and is_hooked:
                 self.gradients_by_microbatch[alias] = found[position] or {}

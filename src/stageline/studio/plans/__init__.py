@@ -1,1 +1,1 @@
-"""The requests of the page of plans: profiles, clusters, and all ways to train that were tried."""
+"""The requests of the page of plans: profiles, clusters, and all options that were tried."""

@@ -1,4 +1,4 @@
-"""Compare all ways to train a profiled model on a cluster, as the page asks for."""
+"""Compare all options for training a profiled model on a cluster, as the page requests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _layers(profile: Profile) -> Any:
 
 
 def _shown_ways(comparison: WaysToTrain) -> Any:
-    """Return the fastest ways, as many as can be shown, and the number of all."""
+    """Return the fastest options, as many as can be shown, and how many there are in total."""
     shown, left = [], MOST_SHOWN_STAGES
     for way in comparison.ways:
         left -= len(way.cut.balance)

@@ -22,7 +22,7 @@ def with_link_speed(cluster: Cluster, factor: float) -> Cluster:
     if not cluster.levels:
         raise PlanError(
             f"the link speed is × {factor:g}, but the cluster has no levels of links, so that "
-            "transfers are free: add levels to the cluster, or use × 1"
+            "transfers are free: add levels to the cluster, or leave the link speed at × 1"
         )
     levels = (replace(level, bandwidth=level.bandwidth * factor) for level in cluster.levels)
     return replace(cluster, levels=tuple(levels))

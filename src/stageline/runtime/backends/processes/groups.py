@@ -297,5 +297,5 @@ def own_group(
 
 
 def _longest_wait(limit: float) -> float:
-    """Return the limit of waits that the watch ends earlier: it knows who is late for a reason."""
+    """Return a limit so long that the watch, which knows which ranks are busy, ends waits first."""
     return max(limit, CHECKPOINT_TIMEOUT, START_UP_TIMEOUT) + SLACK

@@ -110,7 +110,7 @@ class DeviceOutgoing:
         return self.own
 
     def finish(self) -> None:
-        """Let compute wait until all messages have left: a caller may change what they hold."""
+        """Let compute wait until all messages have been sent: a caller may change their tensors."""
         for peer, operation in self.last.items():
             operation.wait(self.limit)
             with self.accelerator.queueing_on(self.lanes[peer].stream):
@@ -233,7 +233,7 @@ class DeviceIncoming:
 
 
 def _fits(layout: MessageLayout, forms: Forms) -> bool:
-    """Return whether tensors of these forms are what the rank's own batch leads to."""
+    """Return whether tensors of these forms follow from the rank's own batch."""
     if layout.shapes is None or len(layout.packing.specs) != len(forms):
         return False
     pairs = zip(layout.packing.specs, forms, strict=True)

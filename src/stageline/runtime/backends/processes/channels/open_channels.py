@@ -59,7 +59,7 @@ def open_channels(
     connect: timedelta,
     opened: Callable[[Pair, OpenedChannel], None],
 ) -> None:
-    """Open the channels of all pairs, and tell of those that begin or end here.
+    """Open the channels of all pairs, and return those that begin or end here.
 
     All processes call this with the same pairs and lines: the global ranks of each pipeline.
     `accelerator` is this process's; without one, no channel ends here. `connect` is how long

@@ -51,7 +51,7 @@ class TensorForm(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Return whether it takes all of a piece of memory, in whatever order."""
+        """Return whether the tensor covers all of its memory, in whatever order of dimensions."""
         reach = 1
         for step, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size > 1:

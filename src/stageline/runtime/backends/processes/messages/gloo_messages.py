@@ -72,7 +72,7 @@ class Incoming:
         return self.early.pop(send)
 
     def _take_unknown(self, peer: int) -> None:
-        """Receive the next one: what describes it, and then the message."""
+        """Receive the next message: its description first, then its tensors."""
         send = self.unknown[peer].popleft()
         layout = self.promised.pop(send).layout
         shapes = tuple(map(ValueSpec.from_description, decode(self.receive_bytes(peer))))
