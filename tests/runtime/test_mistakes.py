@@ -80,6 +80,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: made().step(X.numpy(), Y),
         r"the batch has a ndarray at \['x'\], but tensors or arrays .*: convert it with torch.as_t",
     ),
+    "no number of micro-batches": (
+        lambda: made(num_microbatches=None),
+        "num_microbatches is missing, but a pipeline needs .*: give both, or a plan= that has them",
+    ),
     "an unknown device": (
         lambda: made(devices=["gpu", "gpu"]),
         r"devices is \['gpu', 'gpu'\], but torch does not know them all: give names such as 'cpu'",

@@ -32,10 +32,8 @@ def checked_schedule(
     schedule: str | Schedule, num_ranks: int | None, num_microbatches: int | None
 ) -> Schedule:
     """Return a schedule for these numbers of ranks and micro-batches."""
-    check_size("num_ranks", num_ranks)
-    check_size("num_microbatches", num_microbatches)
-    assert num_ranks is not None  # they are sizes
-    assert num_microbatches is not None
+    num_ranks = _checked_size("num_ranks", num_ranks)
+    num_microbatches = _checked_size("num_microbatches", num_microbatches)
     if isinstance(schedule, str):
         return build_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     check(schedule)
@@ -47,6 +45,16 @@ def checked_schedule(
         )
     _check_ascending(schedule)
     return schedule
+
+
+def _checked_size(name: str, size: int | None) -> int:
+    if size is None:
+        raise ScheduleError(
+            f"{name} is missing, but a pipeline needs num_ranks and num_microbatches: give both, "
+            "or a plan= that has them"
+        )
+    check_size(name, size)
+    return size
 
 
 def _check_ascending(schedule: Schedule) -> None:
