@@ -1,7 +1,7 @@
 // A step as two lanes for each rank, predicted over measured, drawn on a canvas.
 
 import { element } from "../shared/elements.js";
-import { digitsOf, shortNumber } from "../shared/numbers.js";
+import { digitsOf, roundedNumber, shortNumber } from "../shared/numbers.js";
 import { linearScale } from "../shared/scales.js";
 import { MOST_RANKS } from "./ranks.js";
 
@@ -108,7 +108,7 @@ function drawAxis(context, end, width, height, colours) {
   const scale = linearScale([0, end], [0, width]);
   const ticks = scale.ticks(Math.max(1, width / PIXELS_BETWEEN_TICKS));
   for (const tick of ticks) {
-    const x = scale(tick), text = `${shortNumber(tick, digitsOf(ticks))} ms`;
+    const x = scale(tick), text = `${roundedNumber(tick, digitsOf(ticks))} ms`;
     const isLast = x + context.measureText(text).width / 2 > width;
     context.fillStyle = colours.line;
     context.fillRect(Math.min(x, width - 1), 14, 1, height - 14);

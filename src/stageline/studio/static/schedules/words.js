@@ -17,7 +17,7 @@ export function describeAction(timeline, action) {
     `stage ${timeline.stages[action]} on rank ${rankOf(timeline, action)}`,
   ];
   if (timeline.neverRun[action]) return [...lines, "never runs: the order does not complete"];
-  const [start, end] = [timeline.starts[action], timeline.ends[action]].map((time) => shortNumber(time));
+  const [start, end] = [timeline.starts[action], timeline.ends[action]].map(shortNumber);
   return [...lines, `from ${start} to ${end}`, waitOf(timeline, action)];
 }
 
@@ -27,7 +27,7 @@ export function describeWait(timeline, rank, time) {
   if (next === timeline.rowStarts[rank + 1]) return [`rank ${rank} has nothing left to do`];
   const previous = previousOf(timeline, next);
   const since = previous === NOTHING ? 0 : timeline.ends[previous];
-  const [from, to] = [since, timeline.starts[next]].map((time) => shortNumber(time));
+  const [from, to] = [since, timeline.starts[next]].map(shortNumber);
   return [`rank ${rank} waits from ${from} to ${to}`, waitOf(timeline, next)];
 }
 

@@ -5,7 +5,12 @@ const SUFFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 const MOST_DIGITS = 7; // of a tick: there is room for them
 
 /** Return a number with at most four digits, and a suffix if it is large. */
-export function shortNumber(value, digits = 4) {
+export function shortNumber(value) {
+  return roundedNumber(value, 4);
+}
+
+/** Return a number with at most so many digits, and a suffix if it is large. */
+export function roundedNumber(value, digits) {
   if (Math.abs(value) >= 9999.5) {
     for (const [size, suffix] of SUFFIXES) {
       if (Math.abs(value) >= size) return `${rounded(value / size, digits)}${suffix}`;
