@@ -88,6 +88,7 @@ function coloursOf(canvas) {
   const colour = (name) => style.getPropertyValue(name).trim();
   return {
     text: colour("--text"), quiet: colour("--quiet"), line: colour("--line"), lane: colour("--panel"),
+    ink: colour("--ink"), inkOnForward: colour("--ink-on-forward"),
     F: colour("--forward"), B: colour("--backward"), I: colour("--input-grad"), W: colour("--weight-grad"),
   };
 }
@@ -100,7 +101,7 @@ function drawLane(context, { row, top, bottom }, scale, colours) {
     const x = start * scale, width = (end - start) * scale;
     context.fillStyle = colours[kind] ?? colours.quiet;
     context.fillRect(x, y, Math.max(LEAST_WIDTH, width - (width > 3 ? 0.7 : 0)), height);
-    if (width >= LEAST_TEXT) write(context, "#ffffff", `${kind}${microbatch}`, x + 3, y + height - 2);
+    if (width >= LEAST_TEXT) write(context, kind === "F" ? colours.inkOnForward : colours.ink, `${kind}${microbatch}`, x + 3, y + height - 2);
   }
 }
 
