@@ -65,6 +65,17 @@ def test_a_request_of_another_site_is_refused(studio: str, origin: str) -> None:
     assert get(studio, "api/runs", Sec_Fetch_Site="cross-site")[0] == 403
 
 
+def test_the_second_of_two_origins_is_looked_at_as_well(studio: str) -> None:
+    parts = urlsplit(studio)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=10)
+    connection.putrequest("GET", f"{parts.path}schedules")
+    connection.putheader("Origin", f"http://{parts.netloc}")
+    connection.putheader("Origin", "http://example.org")
+    connection.endheaders()
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
 @pytest.mark.parametrize(
     "path",
     [
