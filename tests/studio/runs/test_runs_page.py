@@ -75,6 +75,7 @@ def test_runs_are_drawn_over_each_other_and_a_link_restores_them(shown: Page) ->
     page.select_option("#along", "time")
     page.locator("#smoothing").fill("0.9")
     page.check("#logarithmic")
+    expect(page.locator("#loss .axes")).to_contain_text("loss, logarithmic")
     expect(page.locator("#loss .faint")).to_have_count(2)
     page.locator("#zoom-step").fill("3")
     path = curves.last.get_attribute("d")

@@ -26,8 +26,12 @@ export function axes(frame, horizontal, vertical) {
     );
   }
   group.append(
-    svgElement("text", { class: "title", x: right, y: bottom + 32, "text-anchor": "end" }, horizontal.title),
-    svgElement("text", { class: "title", x: 4, y: top - 8 }, vertical.title),
+    svgElement("text", { class: "title", x: right, y: bottom + 32, "text-anchor": "end" }, titleOf(horizontal)),
+    svgElement("text", { class: "title", x: 4, y: top - 8 }, titleOf(vertical)),
   );
   return group;
+}
+
+function titleOf({ title, scale }) {
+  return scale.isLogarithmic ? `${title}, logarithmic` : title;
 }
