@@ -142,6 +142,36 @@ def test_a_pipeline_shows_its_stages() -> None:
     assert html.count("<tr>") == 1 + 2
 
 
+@pytest.mark.parametrize(
+    ("recompute", "note"),
+    [
+        ("never", ""),
+        ("selective", "recomputation: selective"),
+        (("always", "selective"), "recomputation by stage: always, selective"),
+    ],
+)
+def test_a_pipeline_and_a_plan_say_what_is_recomputed(
+    recompute: str | tuple[str, str], note: str
+) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    loss_fn = nn.functional.mse_loss
+    with sl.Pipeline(model, loss_fn, num_ranks=2, num_microbatches=2, recompute=recompute) as pipe:
+        for text in (shown(pipe), str(pipe)):
+            assert note in text
+            assert ("recomputation" in text) is bool(note)
+    profile, cluster = profile_of(list("abcd")), sl.Cluster(2, "1GiB")
+    plan = sl.plan(profile, cluster, batch_size=8, num_ranks=2, schedules=["1f1b"])
+    modes = (recompute,) * 2 if isinstance(recompute, str) else recompute
+    plan = replace(
+        plan,
+        recompute=tuple(mode != "never" for mode in modes),
+        selective=tuple(mode == "selective" for mode in modes),
+    )
+    for text in (shown(plan), str(plan)):
+        assert note in text
+        assert ("recomputation" in text) is bool(note)
+
+
 def test_a_pipeline_that_has_not_seen_a_batch_says_so() -> None:
     model = nn.TransformerEncoderLayer(8, 2)
     with sl.Pipeline(model, nn.functional.mse_loss, num_ranks=2, num_microbatches=2) as pipe:

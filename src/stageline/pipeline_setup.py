@@ -23,6 +23,7 @@ from stageline.model.uncut import unmarked
 from stageline.options import Options
 from stageline.planning.plan_result import Plan, sizes_from_plan
 from stageline.report.notebook import text_html
+from stageline.report.summary import recomputation
 from stageline.runtime.batches.microbatches import first_microbatch, pair
 from stageline.runtime.devices import Device, accelerators_of, by_rank
 from stageline.runtime.engine.open_session import open_backend, open_session, ranks_of_process
@@ -246,18 +247,22 @@ class SessionOpener:
         """Return the layers, what passes between stages, and where and why it is cut."""
         if self.session is None:
             return f"{self._name}: its layers are known after the first batch"
-        return describe(self.session.assembly.layout, self._name, self._reason())
+        return describe(self.session.assembly.layout, self._name, self._notes(self.session))
 
     def describe_html(self) -> str:
         """Return a table of the stages, for notebooks."""
         if self.session is None:
             return text_html(self.describe())
-        return describe_html(self.session.assembly.layout, self._name, self._reason())
+        return describe_html(self.session.assembly.layout, self._name, self._notes(self.session))
 
     @property
     def _name(self) -> str:
         is_module = isinstance(self.model, nn.Module)
         return type(self.model).__name__ if is_module else "a list of layers"
+
+    def _notes(self, session: Session) -> str:
+        note = recomputation(session.assembly.settings.recompute)
+        return f"{self._reason()}\n{note}" if note else self._reason()
 
     def _reason(self) -> str:
         if self.arguments["plan"] is not None:

@@ -30,7 +30,9 @@ from stageline.planning.search.search import (
     FEW_RANKS_ERROR,
     FOUND_BY_SEARCH,
     SHORT_RUN_MARGIN,
+    PlanSearch,
 )
+from stageline.planning.search.search_result import verdict_on
 from stageline.planning.search.training_layouts import PlanRequest
 
 MIB = 2**20
@@ -96,6 +98,21 @@ def test_a_stage_is_recomputed_selectively_if_that_is_enough(
     assert sl.Plan.load(tmp_path / "plan.json") == plan
     says_so = "1 stage recomputed selectively" in plan.chosen.description
     assert says_so is ("selective" in modes)
+
+
+def test_a_way_that_recomputes_wholly_loses_to_one_that_does_selectively() -> None:
+    profile = profile_of([1.0] * 4, activation=MIB, parameters=MIB)
+    request = PlanRequest(profile, cluster_of(4, "1GiB"), 8, "sgd", 4, True)
+    found = PlanSearch(request, ["1f1b"], lambda *_: None).run()[0]
+    best, loser = (
+        replace(found, candidate=replace(found.candidate, cut=cut))
+        for cut in (
+            replace(found.candidate.cut, recompute=(True,) * 4, selective=selective)
+            for selective in ((True,) * 4, (True, True, True, False))
+        )
+    )
+    assert verdict_on(loser, best).endswith("needs more recomputation to fit")
+    assert not verdict_on(best, loser).endswith("needs more recomputation to fit")
 
 
 def test_results_that_save_no_time_are_not_kept() -> None:

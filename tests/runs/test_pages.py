@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -201,3 +202,18 @@ def test_link_in_the_place_of_a_report_is_not_followed(tmp_path: Path) -> None:
     report([folder])
     assert not elsewhere.exists()
     assert not (folder / "report.html.partial").exists()
+
+
+def test_ticks_of_a_flat_curve_are_told_apart(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", lines=[line(1, loss=97.19), line(9, loss=97.20)]))
+    figure = run_page(run).partition("<figcaption>loss")[2].partition("</svg>")[0]
+    ticks = re.findall(r'text-anchor="end">([^<]+)<', figure)
+    assert len(set(ticks)) == len(ticks) >= 3
+
+
+def test_recomputation_is_shown_by_stage(tmp_path: Path) -> None:
+    modes = ("always",) * 3 + ("selective",) * 20 + ("never",)
+    run = read_run(write_run(tmp_path / "run", recompute=modes))
+    expected = "3 × always, 20 × selective, never"
+    assert expected in run_page(run)
+    assert f"| recomputation | {expected} |" in markdown([run])

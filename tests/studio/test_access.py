@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page
 
+from stageline.errors import ReportError
 from stageline.studio.app import PAGES
+from stageline.studio.serve import Studio
 
 
 def get(address: str, path: str = "", **headers: str) -> tuple[int, str, dict[str, str]]:
@@ -62,6 +65,17 @@ def test_a_request_of_another_site_is_refused(studio: str, origin: str) -> None:
     assert get(studio, "api/runs", Sec_Fetch_Site="cross-site")[0] == 403
 
 
+def test_the_second_of_two_origins_is_looked_at_as_well(studio: str) -> None:
+    parts = urlsplit(studio)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=10)
+    connection.putrequest("GET", f"{parts.path}schedules")
+    connection.putheader("Origin", f"http://{parts.netloc}")
+    connection.putheader("Origin", "http://example.org")
+    connection.endheaders()
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -73,6 +87,13 @@ def test_a_request_of_another_site_is_refused(studio: str, origin: str) -> None:
 )
 def test_nothing_outside_of_the_pages_is_read(studio: str, path: str) -> None:
     assert get(studio, path)[0] == 404
+
+
+def test_a_port_in_use_is_named_with_what_to_do(studio: str, tmp_path: Path) -> None:
+    port = urlsplit(studio).port
+    assert port is not None
+    with pytest.raises(ReportError, match=rf"port is {port}, .*in use\): use an"):
+        Studio(tmp_path, port)
 
 
 def test_the_pages_load_in_a_browser(studio: str, page: Page) -> None:

@@ -9,20 +9,24 @@ Distances are CIE 1976 ΔE in L*a*b*, in which 2.3 is just noticeable.
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from stageline.report.palette import COLOURS, OTHER_COLOUR, ink, shade
+from stageline.runs.breakdown import PARTS
+from stageline.runs.pages.style import COLOUR_OF_PART, DARK
 from stageline.schedules.action import Kind
 from stageline.studio.app import STATIC
 
 Numbers = npt.NDArray[np.float64]
 READABLE = 4.5  # WCAG 1.4.3
+VISIBLE = 3.0  # WCAG 1.4.11, of what is no text
 DISTINCT = 10.0  # four times what is just noticeable
 THEME = (STATIC / "shared" / "theme.css").read_text()
+RUNS = (STATIC / "runs" / "page.css").read_text()
 SCHEMES = {"light": THEME.split("@media")[0], "dark": THEME.split("@media")[1]}
 ON_BACKGROUNDS = [
     *(("--text", page) for page in ("--page", "--panel")),
@@ -108,6 +112,65 @@ def test_names_of_actions_can_be_read_on_every_chunk(kind: Kind) -> None:
 def test_kinds_of_actions_are_told_apart(vision: str) -> None:
     pairs = combinations([*COLOURS.values(), OTHER_COLOUR], 2)
     assert min(distance(first, second, vision) for first, second in pairs) >= DISTINCT
+
+
+def run_colours(scheme: str) -> dict[str, str]:
+    """The colours of the page of runs; what the dark scheme does not set is as in the light one."""
+    light, dark = RUNS.split("@media")[:2]
+    found = re.findall(r"(--[\w-]+): (#[0-9a-f]{6})", light if scheme == "light" else light + dark)
+    return dict(found) | colours_of(scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_text_on_the_page_of_runs_can_be_read(scheme: str) -> None:
+    colours = run_colours(scheme)
+    for text, page in product(("--good", "--warning"), ("--page", "--panel")):
+        assert contrast(colours[text], colours[page]) >= READABLE
+    assert not re.findall(r"[{ ;]color: var\(--run", RUNS)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_curves_of_runs_are_told_apart(scheme: str, vision: str) -> None:
+    colours = run_colours(scheme)
+    runs = [colours[f"--run-{number}"] for number in range(8)]
+    assert min(contrast(run, colours["--panel"]) for run in runs) >= VISIBLE
+    assert min(distance(*pair, vision) for pair in combinations(runs, 2)) >= DISTINCT
+
+
+def test_actions_of_runs_have_the_colours_and_inks_of_pictures() -> None:
+    colours = run_colours("light")
+    names = {"F": "forward", "B": "backward", "I": "input-grad", "W": "weight-grad"}
+    for kind, colour in COLOURS.items():
+        assert colours[f"--{names[kind.value]}"] == colour.lower()
+        shown = colours["--ink-on-forward" if kind is Kind.F else "--ink"]
+        assert shown == ink(colour).lower()
+
+
+def part_colours(scheme: str) -> dict[str, str]:
+    """The colours of where a rank's time goes, in a report. Idle time is a bubble not explained."""
+    colours = {part: colour.lower() for part, colour in COLOUR_OF_PART.items() if part != "idle"}
+    if scheme == "dark":
+        for part, colour in re.findall(r"\.part-(\w+)[^{]*\{fill:(#\w{6})", DARK):
+            colours[part] = colour.lower()
+    return colours
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parts_of_a_ranks_time_are_told_apart(scheme: str, vision: str) -> None:
+    pages = [colours_of(scheme)[name] for name in ("--page", "--panel")]
+    parts = part_colours(scheme).values()
+    pairs = [*combinations(parts, 2), *product(parts, pages)]
+    assert min(distance(*pair, vision) for pair in pairs) >= DISTINCT
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_studio_shows_parts_in_the_colours_of_reports(scheme: str) -> None:
+    rule = r"\.part-(\d+) \{ background: (#\w{6})"
+    rules = re.findall(rule, RUNS)[: None if scheme == "dark" else len(PARTS)]
+    shown = {PARTS[int(number)]: colour for number, colour in rules}
+    assert {part: shown[part] for part in part_colours(scheme)} == part_colours(scheme)
 
 
 def test_contrast_is_that_of_the_standard() -> None:

@@ -25,7 +25,7 @@ from stageline.planning.validation import (
     write_json,
 )
 from stageline.report.notebook import shortened, table_html, text_html
-from stageline.report.summary import percent
+from stageline.report.summary import percent, recomputation
 from stageline.report.timeline import Timeline
 from stageline.schedules.build import family_of, schedule_names
 from stageline.schedules.check import check
@@ -230,6 +230,8 @@ class Plan:
             f"layers by stage: {', '.join(map(str, self.balance))}",
             f"peak memory by rank: {', '.join(map(format_bytes, self.peak_memory))}",
         ]
+        if note := recomputation(self.recompute_modes):
+            lines.append(note)
         if not self.has_links and self.chosen.num_ranks * self.chosen.replicas > 1:
             lines.append(self._links_note())
         if names := sorted({each.schedule for each in self._options if each.is_asynchronous}):

@@ -11,7 +11,6 @@ such as `ssh -L 9000:127.0.0.1:8000` changes it.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -64,13 +63,12 @@ class AccessGuard:
         return "the token is missing or wrong: use the address that stageline studio has printed"
 
 
-def refusal_of(headers: Mapping[str, str]) -> str:
+def refusal_of(headers: Headers) -> str:
     """Return why a request with these headers is refused; '' if it is not."""
     host = headers.get("host", "")
     if _name_of(f"//{host}") not in LOOPBACK:
         return "the host is not a name of this machine: use 127.0.0.1 or localhost"
-    origin = headers.get("origin")
-    if origin is not None and origin != f"http://{host}":
+    if set(headers.getlist("origin")) - {f"http://{host}"}:
         return "the request comes from another site"
     if headers.get("sec-fetch-site", "none") not in OWN_SITE:
         return "the request comes from another site"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from pathlib import Path
 
 import uvicorn
 
+from stageline.errors import ReportError
 from stageline.studio.app import create_app
 
 HOST = "127.0.0.1"  # never another interface: the studio has no other protection than its token
@@ -18,9 +20,16 @@ class Studio:
     """A server that accepts connections from this machine. State: its socket, and if it runs."""
 
     def __init__(self, runs_folder: Path, port: int) -> None:
-        """Listen on a port, 0 for any free one; raise `OSError` if it is in use."""
+        """Listen on a port, 0 for any free one; raise `ReportError` if that is not possible."""
         self.token = secrets.token_hex(TOKEN_BYTES)
-        self.listener = socket.create_server((HOST, port))
+        try:
+            self.listener = socket.create_server((HOST, port))
+        except OSError as error:
+            reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
+            raise ReportError(
+                f"port is {port}, which cannot be listened on ({reason}): use another one, or 0 "
+                "for any that is free"
+            ) from None
         config = uvicorn.Config(
             create_app(self.token, runs_folder),
             log_level="warning",

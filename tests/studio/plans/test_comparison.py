@@ -133,6 +133,12 @@ def test_a_body_that_is_no_request_is_refused(planner: str, body: bytes) -> None
     assert posted(planner, "api/plans/compare", body)[0] == 422
 
 
+@pytest.mark.parametrize("name", ["profile", "cluster"])
+def test_if_there_is_no_text_it_is_said_where_to_get_one(planner: str, name: str) -> None:
+    _, answer = posted(planner, "api/plans/compare", question(**{name: "\n"}))
+    assert answer["error"].startswith(f"there is no {name}: load an example, or what stageline")
+
+
 def test_an_unknown_example_is_refused(planner: str) -> None:
     status, answer = posted(planner, "api/plans/example", {"name": "../../etc/passwd"})
     assert status == 422

@@ -265,8 +265,11 @@ def test_a_long_search_shows_its_progress_and_can_be_cancelled(
             ended.set()
 
     monkeypatch.setattr(routes, "compared", endless)
+    small.fill("#batch_size", "0")
+    expect(small.locator("#error")).to_contain_text("batch_size is 0")
     small.fill("#batch_size", "16")
     expect(small.locator("#progress")).to_have_text("planning: 7 tried, best so far 3 ms")
+    expect(small.locator("#error")).to_be_empty()
     small.click("#cancel")
     expect(small.locator("#progress")).to_have_text("cancelled")
     expect(small.locator("#cancel")).to_be_hidden()

@@ -38,7 +38,8 @@ def runs(folder: Path) -> Path:
     )
     step = timeline(4, 8, forward=[1.0, 1.0, 1.0, 2.0])
     lines = [line(n, loss=4.0 / n, peak_memory=[2**30] * 4) for n in range(1, 101)]
-    write_run(folder / "planned", step, lines, events, plan=plan_of(4))
+    modes = ("never", "never", "selective", "always")
+    write_run(folder / "planned", step, lines, events, plan=plan_of(4), recompute=modes)
     write_run(folder / MARKUP, timeline(2, 4), [line(n, loss=9.0 / n) for n in range(1, 51)])
     return folder
 
@@ -74,6 +75,7 @@ def test_runs_are_drawn_over_each_other_and_a_link_restores_them(shown: Page) ->
     page.select_option("#along", "time")
     page.locator("#smoothing").fill("0.9")
     page.check("#logarithmic")
+    expect(page.locator("#loss .axes")).to_contain_text("loss, logarithmic")
     expect(page.locator("#loss .faint")).to_have_count(2)
     page.locator("#zoom-step").fill("3")
     path = curves.last.get_attribute("d")
@@ -111,6 +113,7 @@ def test_curves_are_zoomed_by_dragging_and_by_keys(shown: Page) -> None:
 def test_details_say_where_time_goes_what_happened_and_what_to_do(shown: Page) -> None:
     page = shown
     expect(page.locator("#facts")).to_contain_text("1f1b, as planned")
+    expect(page.locator("#facts")).to_contain_text("recomputation2 × never, selective, always")
     expect(page.locator("#findings li").first).to_be_visible()
     assert "less time" in page.locator("#findings").inner_text()
     assert page.locator("#ranks .bar-row").count() == 4
@@ -257,3 +260,25 @@ def test_an_empty_folder_says_how_a_run_gets_there(
     write_run(runs_folder / "first", lines=[line(1, time=START)])
     expect(page.locator("#details-title")).to_have_text("first")
     expect(page.locator("#empty")).to_be_hidden()
+
+
+def test_ticks_are_round_and_told_apart(shown: Page, runs: Path) -> None:
+    lines = [line(n, loss=97.19 + n / 10_000) for n in range(1, 101)]
+    write_run(runs / "flat", timeline(2, 4, forward=1.37), lines)
+    row(shown, "planned").locator("input").uncheck()
+    row(shown, "flat").locator("input").check()
+    expect(shown.locator("#loss .curve")).to_have_count(1)
+    ticks = shown.locator("#loss .axes text[text-anchor=end]:not(.title)").all_text_contents()
+    assert len(set(ticks)) == len(ticks) >= 4
+    shown.evaluate(
+        "() => { const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];"
+        "CanvasRenderingContext2D.prototype.fillText = function (...given) {"
+        "window.written.push(given[0]); return write.apply(this, given); }; }"
+    )
+    row(shown, "flat").get_by_role("button").click()
+    expect(shown.locator("#details-title")).to_have_text("flat")
+    shown.wait_for_function("() => window.written.includes('0 ms')")
+    times = [text for text in shown.evaluate("window.written") if text.endswith(" ms")]
+    assert len(times) > 2
+    assert all(float(text.removesuffix(" ms")).is_integer() for text in times)  # of 32.5 ms or so
+    shutil.rmtree(runs / "flat")

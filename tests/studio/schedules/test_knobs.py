@@ -86,16 +86,32 @@ def test_a_slider_turns_its_number_and_back(schedules: SchedulesPage) -> None:
 
 def test_what_is_no_number_is_marked_and_changes_nothing(schedules: SchedulesPage) -> None:
     schedules.open(show="gpipe")
-    for text in ("", "-1", "2.5"):
+    error = schedules.page.locator("#error")
+    for text in ("", "-1", "2.5", "65", "1e9"):
         schedules.page.fill("#p", text)
         expect(schedules.page.locator("#p")).to_have_attribute("aria-invalid", "true")
-    assert schedules.measures("gpipe")[0] == "33"
-    schedules.page.fill("#p", "65")
-    error = schedules.page.locator("#error")
-    expect(error).to_contain_text("num_ranks is 65: input should be less than or equal to 64")
+        expect(error).to_have_text(f"Ranks is {text or 'empty'}: use a whole number from 1 to 64")
     assert schedules.measures("gpipe")[0] == "33"
     schedules.page.fill("#p", "2")
     expect(error).to_be_empty()
+    schedules.page.fill("#forward", "-1")
+    expect(error).to_have_text("Forward is -1: use a number of at least 0")
+    schedules.page.fill("#forward", "2")
+    expect(error).to_be_empty()
+
+
+def test_a_memory_limit_beyond_all_numbers_is_not_taken_for_none(schedules: SchedulesPage) -> None:
+    schedules.open(show="gpipe")
+    schedules.page.fill("#memory", "1e400")
+    expect(schedules.page.locator("#error")).to_contain_text("memory_limit is not a number of")
+
+
+def test_a_link_with_more_than_the_page_can_show_has_the_usual_sizes(
+    schedules: SchedulesPage,
+) -> None:
+    schedules.open(show="gpipe", p=10**9, m=10**9, chunks=99, minibatches=99)
+    shown = [schedules.page.input_value(f"#{name}") for name in ("p", "m", "chunks", "minibatches")]
+    assert shown == ["4", "8", "2", "1"]
 
 
 def test_each_stage_has_its_own_costs(schedules: SchedulesPage) -> None:

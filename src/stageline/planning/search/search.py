@@ -91,7 +91,7 @@ class PlanSearch:
         self.closest: tuple[float, PlanCandidate] | None = None  # to fitting, with its excess bytes
         candidates = enumerate_candidates(self.builder, schedules)
         for count, candidate in enumerate(candidates, start=1):
-            progress(0, f"{count} candidates so far, cutting layers into stages")
+            progress(0, f"candidate {count}, cutting layers into stages")
             name, bound = candidate.schedule_name, candidate.lower_bound()
             is_searched = name in SAME_MEMORY and candidate.num_actions <= MAX_SEARCHED_ACTIONS
             if is_searched:

@@ -93,7 +93,7 @@ def verdict_on(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
 
 def _reason(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
     """Return the main reason why a candidate is slower than the best."""
-    if sum(loser.candidate.cut.recompute) > sum(best.candidate.cut.recompute):
+    if _recomputed(loser) > _recomputed(best):
         return "needs more recomputation to fit"
     if loser.candidate.cut.is_cut_for_memory and not best.candidate.cut.is_cut_for_memory:
         return "its stages are uneven in order to fit"
@@ -104,6 +104,12 @@ def _reason(loser: EvaluatedCandidate, best: EvaluatedCandidate) -> str:
     if loser.candidate.layout != best.candidate.layout:
         return "slower micro-batches"
     return "its forwards and backwards take longer"
+
+
+def _recomputed(evaluated: EvaluatedCandidate) -> tuple[int, int]:
+    """Return how many stages are recomputed, and of them wholly."""
+    cut = evaluated.candidate.cut
+    return sum(cut.recompute), sum(cut.recompute) - sum(cut.selective)
 
 
 def nothing_fits_message(request: PlanRequest, closest: PlanCandidate | None, advice: str) -> str:

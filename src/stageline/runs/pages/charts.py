@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stageline.report.summary import number
+from stageline.report.summary import number, tick_numbers
 from stageline.report.svg.drawing import xml
 from stageline.report.svg.geometry import axis_times
 from stageline.report.svg.lane_elements import px
@@ -74,13 +74,14 @@ class _Frame:
 
 
 def _axes(frame: _Frame) -> Iterator[str]:
-    for value in _round_values(frame.low, frame.high):
+    values = _round_values(frame.low, frame.high)
+    for value, words in zip(values, tick_numbers(values), strict=True):
         y = px(frame.y(value))
         yield f'<path class="grid" d="M{px(LEFT)} {y}H{px(WIDTH - RIGHT)}"/>'
-        yield _text(LEFT - 6, frame.y(value) + MIDDLE, "end", number(value))
-    for step in _round_values(frame.first, frame.last):
-        if step == int(step):
-            yield _text(frame.x(step), HEIGHT - BOTTOM + 16, "middle", number(step))
+        yield _text(LEFT - 6, frame.y(value) + MIDDLE, "end", words)
+    steps = [step for step in _round_values(frame.first, frame.last) if step == int(step)]
+    for step, words in zip(steps, tick_numbers(steps), strict=True):
+        yield _text(frame.x(step), HEIGHT - BOTTOM + 16, "middle", words)
     yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, "middle", "step")
 
 

@@ -97,7 +97,7 @@ def _findings(named: Iterable[tuple[str, Run]]) -> str:
     rows = [
         (
             name,
-            f"−{finding.gain:.0f} %" if finding.gain else "–",
+            f"−{finding.gain:.0f}\N{NO-BREAK SPACE}%" if finding.gain else "–",
             finding.title,
             finding.advice,
         )

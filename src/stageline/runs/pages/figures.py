@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from stageline.report.summary import number, percent
+from stageline.report.summary import in_groups, number, percent
 from stageline.runs.run import Run
 from stageline.units import format_bytes
 
@@ -43,9 +43,9 @@ def configuration(run: Run) -> Iterator[Pair]:
     yield "micro-batches", _count(made.num_microbatches)
     if last is not None and last.batch_size is not None:
         yield "samples of a step", number(last.batch_size)
-    yield "stages on ranks", _numbers(made.placement)
-    yield "layers of stages", _numbers(made.balance)
-    yield "recomputation", _modes(made.recompute)
+    yield "stages on ranks", numbers(made.placement)
+    yield "layers of stages", numbers(made.balance)
+    yield "recomputation", in_groups(made.recompute)
     yield "backend", made.backend
     yield "optimizer", made.optimizer
     yield "scheduler", made.scheduler
@@ -112,10 +112,10 @@ def _steps(count: int) -> str:
     return f"{count:,} steps" if count else ""
 
 
-def _numbers(values: tuple[int, ...]) -> str:
+def numbers(values: tuple[int, ...]) -> str:
     """Return numbers, or of many what they have in common.
 
-    >>> _numbers((3, 3)), _numbers((3,) * 32), _numbers(tuple(range(32)))
+    >>> numbers((3, 3)), numbers((3,) * 32), numbers(tuple(range(32)))
     ('3, 3', '32 × 3', '0 to 31')
     """
     if len(values) <= MOST_LISTED:
@@ -125,10 +125,6 @@ def _numbers(values: tuple[int, ...]) -> str:
     if values == tuple(range(len(values))):
         return f"0 to {values[-1]}"
     return f"{', '.join(map(str, values[:MOST_LISTED]))}, … ({len(values)})"
-
-
-def _modes(modes: tuple[str, ...]) -> str:
-    return modes[0] if modes and len(set(modes)) == 1 else ", ".join(modes[:MOST_LISTED])
 
 
 def _grouped(names: tuple[str, ...]) -> str:

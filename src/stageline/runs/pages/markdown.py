@@ -44,7 +44,14 @@ def plain(text: str) -> str:
 def _results(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
     values = [{"status": figures.status(run)} | dict(figures.key_figures(run)) for run in runs]
     if len(runs) == 1:
-        wanted = ("schedule", "ranks", "micro-batches", "layers of stages", "backend")
+        wanted = (
+            "schedule",
+            "ranks",
+            "micro-batches",
+            "layers of stages",
+            "recomputation",
+            "backend",
+        )
         made = dict(figures.configuration(runs[0]))
         values[0] |= {name: made.get(name, "") for name in wanted}
     for name in dict.fromkeys(name for each in values for name in each):

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from stageline.report.palette import COLOURS, OTHER_COLOUR
+from stageline.report.palette import COLOURS
 from stageline.runs.breakdown import PARTS
 from stageline.schedules.action import Kind
 
-# Okabe and Ito's colours, as far as actions do not have them, and greys for waiting.
+# Okabe and Ito's colours for work, greys for waiting. A test compares each with each, and with
+# light and dark pages, as they are seen with and without colour blindness. The studio has the same.
 COLOUR_OF_PART = {
     "forward": COLOURS[Kind.F],
     "recomputation": "#56B4E9",
     "backward": COLOURS[Kind.B],
     "input gradient": COLOURS[Kind.I],
     "weight gradient": COLOURS[Kind.W],
-    "transfer": "#CC79A7",
-    "imbalance": "#AAAAAA",
-    "bubble": "#D2D2D2",
-    "idle": "#D2D2D2",
-    "host": "#7A7AB8",
-    "optimizer": OTHER_COLOUR,
+    "transfer": "#D869B1",
+    "imbalance": "#787878",
+    "bubble": "#CDCDCD",
+    "idle": "#CDCDCD",
+    "host": "#3A328B",
+    "optimizer": "#554B35",
     "data": "#E5D400",
-    "saving": "#7A5C3A",
+    "saving": "#734625",
 }
 COLOURS_OF_RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C3A")
 OTHER_RUN = "#999999"  # from the eighth run on

@@ -13,9 +13,9 @@ INDENT = "  "
 COLUMNS = ("stage", "rank", "layers", "parameters", "cost", "sends to")
 
 
-def describe(layout: Layout, model: str, reason: str) -> str:
-    """Return the text that `print(pipe)` shows; `reason` says how the stages were chosen."""
-    lines = [_heading(layout, model), reason]
+def describe(layout: Layout, model: str, notes: str) -> str:
+    """Return the text that `print(pipe)` shows; `notes` how the stages were chosen."""
+    lines = [_heading(layout, model), notes]
     for stage, numbers in enumerate(layout.stages):
         share = _share(layout, numbers)
         cost = f", {share} of the cost" if share else ""
@@ -25,11 +25,11 @@ def describe(layout: Layout, model: str, reason: str) -> str:
     return "\n".join(lines)
 
 
-def describe_html(layout: Layout, model: str, reason: str) -> str:
+def describe_html(layout: Layout, model: str, notes: str) -> str:
     """Return the table of stages that a notebook shows."""
     rows = (_cells(layout, stage) for stage in range(layout.schedule.num_stages))
     table = table_html(COLUMNS, rows, left=("layers", "sends to"), of="stages")
-    return text_html(f"{_heading(layout, model)}\n{reason}") + table
+    return text_html(f"{_heading(layout, model)}\n{notes}") + table
 
 
 def _cells(layout: Layout, stage: int) -> tuple[str, ...]:

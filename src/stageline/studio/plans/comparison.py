@@ -42,6 +42,10 @@ class ComparisonRequest(StudioRequest):
 
     def to_plan_request(self) -> PlanRequest:
         """Return the request for the planner; raise `PlanError` if a text is not valid."""
+        if not self.profile.strip():
+            raise PlanError("there is no profile: load an example, or what stageline profile saves")
+        if not self.cluster.strip():
+            raise PlanError("there is no cluster: load an example, or what stageline links saves")
         profile = parse_json(self.profile, Profile, "the profile")
         cluster = self._cluster()
         if (self.microbatch_size or 1) > self.batch_size:

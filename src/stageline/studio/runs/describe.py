@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from stageline.report.summary import in_groups
 from stageline.report.timeline import Timeline
 from stageline.runs.breakdown import PARTS
 from stageline.runs.findings.findings import findings
+from stageline.runs.pages.figures import numbers
 from stageline.runs.run import Run, RunSummary
 from stageline.studio.runs.folder import version_of
 
@@ -92,7 +94,8 @@ def _facts(run: Run) -> dict[str, str]:
         "ranks": str(made.num_ranks or ""),
         "replicas": str(made.num_replicas) if made.num_replicas > 1 else "",
         "micro-batches": str(made.num_microbatches or ""),
-        "layers by stage": ", ".join(map(str, made.balance)),
+        "layers by stage": numbers(made.balance),
+        "recomputation": in_groups(made.recompute),
         "backend": made.backend,
         "optimizer": made.optimizer,
         "parameters": f"{made.num_parameters:,.0f}" if made.num_parameters else "",

@@ -93,6 +93,7 @@ async function run(kind, use, fail = () => {}) {
   const delay = setTimeout(() => { byId("cancel").hidden = false; }, MILLISECONDS_BEFORE_PROGRESS);
   const say = (text) => { if (!byId("cancel").hidden) byId("progress").textContent = `planning: ${text}`; };
   document.body.setAttribute("aria-busy", "true");
+  byId("error").textContent = ""; // it was about what the inputs were before
   try {
     use(await search(kind, fieldsOf(state), say, mine.signal));
   } catch (problem) {

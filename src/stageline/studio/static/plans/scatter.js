@@ -29,7 +29,7 @@ export function drawScatter(container, result, chosen, { show, choose }) {
   svg.append(
     axes(
       frame,
-      { scale: x, format: (seconds) => formatSeconds(seconds, 3), title: "time of a step" },
+      { scale: x, format: (seconds, digits) => formatSeconds(seconds, digits), title: "time of a step" },
       { scale: y, format: (bytes) => formatBytes(bytes, 3), title: "peak memory of the fullest rank" },
     ),
     memoryLimit(frame, y(result.memory), result.memory),

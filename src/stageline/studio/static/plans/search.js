@@ -9,7 +9,7 @@ export async function search(kind, fields, progress, signal) {
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new StudioError("the studio ended the search: is it still running?");
+    if (done) throw new StudioError("the studio ended the search: if it has ended too, start it again, and open the address that it prints");
     text += value;
     const lines = text.split("\n");
     text = lines.pop();

@@ -1,7 +1,7 @@
 // A chart of one curve of several runs, which can be zoomed along steps or time.
 
 import { axes } from "../shared/axes.js";
-import { shortNumber } from "../shared/numbers.js";
+import { roundedNumber, shortNumber } from "../shared/numbers.js";
 import { amountScale, extentOf, linearScale } from "../shared/scales.js";
 import { svgElement } from "../shared/svg.js";
 import { nearest, rangeOf, smoothed } from "./series.js";
@@ -50,8 +50,8 @@ export class CurveChart {
     const alongTitle = along === "step" ? "step" : "time";
     this.svg.replaceChildren(
       svgElement("clipPath", { id: clip }, box),
-      axes(frame, { scale: x, format: along === "step" ? shortNumber : duration, title: alongTitle },
-        { scale: y, format: shortNumber, title: this.title }),
+      axes(frame, { scale: x, format: along === "step" ? roundedNumber : duration, title: alongTitle },
+        { scale: y, format: roundedNumber, title: this.title }),
       drawn, this.selection, this.cursor,
     );
   }

@@ -1,11 +1,14 @@
 // A step as two lanes for each rank, predicted over measured, drawn on a canvas.
 
 import { element } from "../shared/elements.js";
-import { shortNumber } from "../shared/numbers.js";
+import { digitsOf, roundedNumber, shortNumber } from "../shared/numbers.js";
+import { linearScale } from "../shared/scales.js";
 import { MOST_RANKS } from "./ranks.js";
 
 const LANE = 11, GAP = 3, PAIR = 8, TOP = 20, GUTTER = 98; // pixels
+const PIXELS_BETWEEN_TICKS = 110;
 const LEAST_TEXT = 24; // width of an action that has room for its name
+const LEAST_WIDTH = 0.8; // of an action: narrower ones would fade away
 const MOST_WIDTH = 16000; // pixels of a canvas, which browsers limit
 const NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 
@@ -85,6 +88,7 @@ function coloursOf(canvas) {
   const colour = (name) => style.getPropertyValue(name).trim();
   return {
     text: colour("--text"), quiet: colour("--quiet"), line: colour("--line"), lane: colour("--panel"),
+    ink: colour("--ink"), inkOnForward: colour("--ink-on-forward"),
     F: colour("--forward"), B: colour("--backward"), I: colour("--input-grad"), W: colour("--weight-grad"),
   };
 }
@@ -96,19 +100,21 @@ function drawLane(context, { row, top, bottom }, scale, colours) {
   for (const [kind, , microbatch, start, end] of row) {
     const x = start * scale, width = (end - start) * scale;
     context.fillStyle = colours[kind] ?? colours.quiet;
-    context.fillRect(x, y, Math.max(0.3, width - (width > 3 ? 0.7 : 0)), height);
-    if (width >= LEAST_TEXT) write(context, "#ffffff", `${kind}${microbatch}`, x + 3, y + height - 2);
+    context.fillRect(x, y, Math.max(LEAST_WIDTH, width - (width > 3 ? 0.7 : 0)), height);
+    if (width >= LEAST_TEXT) write(context, kind === "F" ? colours.inkOnForward : colours.ink, `${kind}${microbatch}`, x + 3, y + height - 2);
   }
 }
 
 function drawAxis(context, end, width, height, colours) {
-  const count = Math.max(1, Math.floor(width / 110));
-  for (let tick = 0; tick <= count; tick++) {
-    const x = (width * tick) / count;
+  const scale = linearScale([0, end], [0, width]);
+  const ticks = scale.ticks(Math.max(1, width / PIXELS_BETWEEN_TICKS));
+  for (const tick of ticks) {
+    const x = scale(tick), text = `${roundedNumber(tick, digitsOf(ticks))} ms`;
+    const isLast = x + context.measureText(text).width / 2 > width;
     context.fillStyle = colours.line;
     context.fillRect(Math.min(x, width - 1), 14, 1, height - 14);
-    context.textAlign = tick === 0 ? "left" : tick === count ? "right" : "center";
-    write(context, colours.quiet, `${shortNumber((end * tick) / count)} ms`, x, 11);
+    context.textAlign = tick === 0 ? "left" : isLast ? "right" : "center";
+    write(context, colours.quiet, text, isLast ? width : x, 11);
   }
   context.textAlign = "left";
 }

@@ -47,7 +47,7 @@ function partKnobs(state, onChange) {
     const values = Array.isArray(value) ? value : Array(state.p).fill(value);
     if (knobs.length !== values.length) {
       knobs = values.map((_, part) => knob(
-        { id: `stage-${part}`, label: String(part), min: 0, max: SLIDER_END, step: 0.05 },
+        { id: `stage-${part}`, label: String(part), name: `Part ${part}`, min: 0, max: SLIDER_END, step: 0.05 },
         (turned) => {
           const all = valueOf(state, field());
           const list = Array.isArray(all) ? [...all] : Array(state.p).fill(all);

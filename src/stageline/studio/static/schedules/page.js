@@ -26,6 +26,7 @@ const figures = new Map(); // by the name of the schedule
 let isAsking = false;
 let isAskedAgain = false;
 let addressTimer = 0;
+let problem = ""; // of the last request
 
 const act = {
   isEditing: () => byId("edit").getAttribute("aria-pressed") === "true",
@@ -123,7 +124,14 @@ function saveAddress() {
 }
 
 function showError(message) {
-  setText(byId("error"), message);
+  problem = message;
+  showProblems();
+}
+
+/** Explain the number that cannot be used, if there is one, and else what the last request found. */
+function showProblems() {
+  const field = byId("knobs").querySelector("[aria-invalid=true]");
+  setText(byId("error"), field?.validationMessage || problem);
 }
 
 /** Show what is under the pointer beside it. */
@@ -163,6 +171,7 @@ function connectToolbar() {
     target.setAttribute("aria-pressed", String(!act.isEditing()));
     byId("figures").classList.toggle("editing", act.isEditing());
   });
+  byId("knobs").addEventListener("input", showProblems); // after the knob has looked at it
   byId("knobs").addEventListener("submit", (event) => event.preventDefault());
   byId("figures").addEventListener("drawn", () => {
     const { selected } = board;

@@ -2,15 +2,15 @@
 
 import { byId, element } from "../shared/elements.js";
 import { knob } from "./knobs.js";
-import { SEARCHED } from "./state.js";
+import { MOST, SEARCHED } from "./state.js";
 
 const MOST_SHOWN = 8; // schedules, which is also the server's limit
 const SIZES = [
-  { id: "p", label: "Ranks", min: 1, max: 64 },
-  { id: "m", label: "Micro-batches", min: 1, max: 256, hint: "in a mini-batch, up to 1024" },
-  { id: "chunks", label: "Stages on rank", min: 1, max: 8,
+  { id: "p", label: "Ranks", min: 1, max: 64, most: MOST.p },
+  { id: "m", label: "Micro-batches", min: 1, max: 256, most: MOST.m, hint: "in a mini-batch, up to 1024" },
+  { id: "chunks", label: "Stages on rank", min: 1, max: 8, most: MOST.chunks,
     hint: "for interleaved_1f1b, looped_bfs and hanayo" },
-  { id: "minibatches", label: "Mini-batches", min: 1, max: 16,
+  { id: "minibatches", label: "Mini-batches", min: 1, max: 16, most: MOST.minibatches,
     hint: "in a row without a barrier, with optimizer steps" },
 ];
 

@@ -8,6 +8,7 @@
 import { readState, writeState } from "../shared/address.js";
 
 export const SEARCHED = "searched";
+export const MOST = { p: 64, m: 1024, chunks: 8, minibatches: 64 }; // which are also the server's limits
 const LONGEST = 6000; // characters of one part of the address; longer ones are left out
 const DEFAULTS = {
   p: "4", m: "8", chunks: "2", minibatches: "1", show: "1f1b zb_h1",
@@ -19,10 +20,7 @@ export function stateOfAddress() {
   const text = readState(DEFAULTS);
   const search = parsed(text.search, JSON.parse, null);
   return {
-    p: size(text.p, 4),
-    m: size(text.m, 8),
-    chunks: size(text.chunks, 2),
-    minibatches: size(text.minibatches, 1),
+    ...Object.fromEntries(Object.keys(MOST).map((name) => [name, size(text[name], name)])),
     shown: text.show.split(" ").filter(Boolean).map(shownOfText)
       .filter(({ name }) => name !== SEARCHED || search),
     costs: parsed(text.costs, costsOfText, {}),
@@ -77,7 +75,7 @@ export function costsOfText(text) {
 export function memoryLimitOf(state) {
   const text = state.memory.trim();
   if (text === "") return null;
-  return Number.isNaN(Number(text)) ? text : Number(text);
+  return Number.isFinite(Number(text)) ? Number(text) : text;
 }
 
 function shownOfText(text) {
@@ -94,9 +92,9 @@ function viewOfText(text) {
   return from < to ? { from, to } : null;
 }
 
-function size(text, otherwise) {
+function size(text, name) {
   const value = Number(text);
-  return Number.isInteger(value) && value > 0 ? value : otherwise;
+  return Number.isInteger(value) && value > 0 && value <= MOST[name] ? value : Number(DEFAULTS[name]);
 }
 
 function parsed(text, parse, otherwise) {

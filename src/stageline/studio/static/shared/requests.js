@@ -14,7 +14,7 @@ export async function post(path, fields, signal) {
     });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    throw new StudioError("the studio does not answer: is it still running?");
+    throw new StudioError("the studio does not answer: if it has ended, start it again, and open the address that it prints");
   }
   if (!response.ok) throw new StudioError(await messageOf(response));
   return response;

@@ -34,6 +34,7 @@ export function amountScale([low, high], range, { inBytes = false, isLogarithmic
     return found.length > 1 ? found : linearTicks(low / margin, high * margin, count);
   };
   scale.domain = [low / margin, high * margin];
+  scale.isLogarithmic = true;
   return scale;
 }
 
