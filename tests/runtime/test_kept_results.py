@@ -221,6 +221,47 @@ class OnRows(nn.Module):
         return found
 
 
+class WithoutGradient(nn.Module):
+    """A layer that computes a constant; compiled code runs like this as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = self.inner(x)
+        return x + found
+
+
+class ReusesMemory(torch.autograd.Function):
+    """Compute as compiled code does: its kernels change a result without a call of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product = x.mm(weight)
+        product.numpy()[...] += 1
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.t() @ gradients[0]
+
+
+class LikeCompiled(nn.Module):
+    """A layer with such a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = ReusesMemory.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's own
+        return found.tanh()
+
+
 class Varying(nn.Module):
     """A layer that makes one call more in every other forward, and so in many recomputations."""
 
@@ -308,6 +349,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "in place in vmap": (Mapped, FLAT),
     "remembers": (Remembers, DEEP),
     "sparse rows": (OnRows, FLAT),
+    "like compiled": (LikeCompiled, FLAT),
     "varying": (Varying, FLAT),
     "own checkpoint": (OwnCheckpoint, FLAT),
     "own gradient": (OwnGradient, FLAT),
@@ -366,6 +408,7 @@ def test_streams_take_results_of_the_same_weights(schedule: str) -> None:
         (InPlace, 0),
         (WritesInto, 1),
         (lambda: Changes(scale_data), 0),
+        (WithoutGradient, 0),
     ],
 )
 def test_what_is_kept_is_what_costs_time_and_can_be_used(
