@@ -379,6 +379,19 @@ def test_invalid_plans_and_options_are_refused_in_python_too() -> None:
         replace(plan, balance=(0, 2))
     with pytest.raises(sl.PlanError, match=r"^PlanOption has an invalid bubble: .* \(got -0.5\)$"):
         replace(plan.chosen, bubble=-0.5)
+    with pytest.raises(sl.PlanError, match=r"selective is 1, but .* recompute, which is 0"):
+        replace(plan.chosen, selective=1)
+
+
+def test_a_plan_file_of_before_selective_recomputation_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = sl.plan(profile_of([1.0, 1.0]), cluster_of(1), batch_size=4)
+    plan.save(path)
+    fields = json.loads(path.read_text())
+    for each in (fields, fields["chosen"], *fields["others"]):
+        del each["selective"]
+    path.write_text(json.dumps(fields))
+    assert sl.Plan.load(path) == plan
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from stageline.errors import StageError
 from stageline.model.layers import LayerSequence
 from stageline.pipeline import Pipeline
 from stageline.planning.profiling.profiled_model import ProfiledModel
@@ -147,6 +150,118 @@ class WritesInto(nn.Module):
         return wanted + found.tanh()
 
 
+class Changes(nn.Module):
+    """A layer that changes the result of a product in memory that it shares with another tensor."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        self.change(found)
+        return found.tanh()
+
+
+class Scores(nn.Module):
+    """Attention by hand, which scales its scores in place; a product of batches has no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.inner(x) @ x.transpose(1, 2)).div_(WIDTH**0.5)
+        found: Tensor = x + scores.softmax(-1) @ x
+        return found
+
+
+class Mapped(nn.Module):
+    """A layer that changes a product in place inside of `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.func.vmap(lambda row: self.inner(row).mul_(0.5))(x)
+        return found.tanh()
+
+
+class Remembers(nn.Module):
+    """A layer that changes in place what it made of the last micro-batch, as a memory does."""
+
+    memory: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(1))
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        self.memory.mul_(0.5)
+        total = found + self.memory.sum()
+        self.memory = found.detach()
+        return total
+
+
+class OnRows(nn.Module):
+    """A layer that multiplies with a sparse matrix, which has no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):  # rows are in beta state
+            self.rows = torch.randn(WIDTH, WIDTH).relu().to_sparse_csr()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner((self.rows @ x.t()).t())
+        return found
+
+
+class WithoutGradient(nn.Module):
+    """A layer that computes a constant; compiled code runs like this as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = self.inner(x)
+        return x + found
+
+
+class ReusesMemory(torch.autograd.Function):
+    """Compute as compiled code does: its kernels change a result without a call of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product = x.mm(weight)
+        product.numpy()[...] += 1
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.t() @ gradients[0]
+
+
+class LikeCompiled(nn.Module):
+    """A layer with such a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = ReusesMemory.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's own
+        return found.tanh()
+
+
 class Varying(nn.Module):
     """A layer that makes one call more in every other forward, and so in many recomputations."""
 
@@ -203,7 +318,21 @@ class Recurrent(nn.Module):
         return found.squeeze(1)
 
 
+def scale_data(found: Tensor) -> None:
+    found.data.mul_(0.5)
+
+
+def replace_data(found: Tensor) -> None:
+    found.data = found.data * 0.5
+
+
+def scale_in_group(found: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([found], 0.5)
+
+
 FLAT = (WIDTH,)
+DEEP = (4, WIDTH)  # of such inputs, a product without a bias is in memory that has no version
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (linear, FLAT),
     "convolution": (convolution, (16, 8, 8)),
@@ -212,6 +341,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "in place": (InPlace, FLAT),
     "first in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), FLAT),
     "out=": (WritesInto, FLAT),
+    "in place, without a bias": (lambda: Changes(lambda found: found.mul_(0.5)), DEEP),
+    "data in place": (lambda: Changes(scale_data), FLAT),
+    "other data": (lambda: Changes(replace_data), FLAT),
+    "in place in a group": (lambda: Changes(scale_in_group), FLAT),
+    "scores in place": (Scores, DEEP),
+    "in place in vmap": (Mapped, FLAT),
+    "remembers": (Remembers, DEEP),
+    "sparse rows": (OnRows, FLAT),
+    "like compiled": (LikeCompiled, FLAT),
     "varying": (Varying, FLAT),
     "own checkpoint": (OwnCheckpoint, FLAT),
     "own gradient": (OwnGradient, FLAT),
@@ -269,6 +407,8 @@ def test_streams_take_results_of_the_same_weights(schedule: str) -> None:
         (lambda: nn.Linear(32, WIDTH), 0),
         (InPlace, 0),
         (WritesInto, 1),
+        (lambda: Changes(scale_data), 0),
+        (WithoutGradient, 0),
     ],
 )
 def test_what_is_kept_is_what_costs_time_and_can_be_used(
@@ -283,3 +423,56 @@ def test_what_is_kept_is_what_costs_time_and_can_be_used(
     kept = runner.keep_results(0).results
     assert [tuple(tensor.shape) for tensor in kept] == [(BATCH, WIDTH)] * num_kept
     assert not any(tensor.requires_grad for tensor in kept)  # they hold no graph
+
+
+class LateChange(nn.Module):
+    """A layer that starts to change its input in place in its third forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x.mul_(0.5) if next(self.calls) >= 2 else x * 0.5)
+        return found
+
+
+def test_what_is_kept_and_sent_is_not_changed_by_its_reader() -> None:
+    """The reader's copies would be too late: it left its input unchanged when it first ran."""
+    layers = LayerSequence.of([nn.Linear(WIDTH, WIDTH, bias=False), LateChange()])
+    x = torch.randn(BATCH, 4, WIDTH)
+    options: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 2, "backend": "serial"}
+    with Pipeline(layers, mse_loss, recompute=["selective", "never"], **options) as pipe:
+        pipe.step(x, x)
+        with pytest.raises(StageError, match="changed its input in place, but did not when it"):
+            pipe.step(x, x)
+
+
+class Watched(nn.Module):
+    """Two products, and a function that is called between them."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.between = between
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.between()
+        found: Tensor = self.second(x)
+        return found
+
+
+def test_results_are_freed_one_by_one_as_they_are_taken() -> None:
+    """The second forward does not hold those of all layers beside what it saves."""
+    references: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    layer = Watched(lambda: alive.extend(known() is not None for known in references))
+    model = LayerSequence.of([layer])
+    runner = ProfiledModel.of(model, torch.randn(BATCH, WIDTH), None, None).runner(BATCH)
+    runner.run_all()
+    run = runner.keep_results(0)
+    references.extend(map(weakref.ref, run.results))
+    runner.recompute(run)
+    assert alive == [False, True]

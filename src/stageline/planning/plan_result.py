@@ -58,6 +58,11 @@ class PlanOption:
 
     def __post_init__(self) -> None:
         family_of(self.schedule)  # raises if there is none
+        if self.selective > self.recompute:
+            raise PlanError(
+                f"selective is {self.selective}, but it counts some of the stages in recompute, "
+                f"which is {self.recompute}: make a new plan"
+            )
         if not self.stage_replicas:
             return
         counts = list(self.stage_replicas)

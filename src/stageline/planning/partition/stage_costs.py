@@ -176,14 +176,21 @@ class LayerSums(NamedTuple):
     retained: list[float]
     waiting: list[float]
     results: list[float]  # that a selective recomputation keeps, 0 for other stages
+    beyond: list[float]  # what those of a layer take more than all that its backward needs
 
     @staticmethod
     def of(measurement: Measurement, cut: StageCut) -> LayerSums:
         def sums(name: str) -> list[float]:
             return [measurement.sum_over(layers, name) for layers in cut.layers_by_stage]
 
-        kept = [n if cut.is_selective(stage) else 0.0 for stage, n in enumerate(sums("results"))]
-        return LayerSums(sums("activation"), sums("retained"), sums("waiting"), kept)
+        results, beyond = [], []
+        for stage, numbers in enumerate(cut.layers_by_stage):
+            layers = (
+                measurement.layers[numbers.start : numbers.stop] if cut.is_selective(stage) else ()
+            )
+            results.append(sum(layer.results for layer in layers))
+            beyond.append(sum(max(0.0, layer.results - layer.activation) for layer in layers))
+        return LayerSums(sums("activation"), sums("retained"), sums("waiting"), results, beyond)
 
 
 @dataclass(frozen=True)
@@ -200,13 +207,11 @@ class StageMemory:
     def of(layers: LayerSums, traffic: StageTraffic, cut: StageCut) -> StageMemory:
         memory = StageMemory([], [], [], [], [])
         for stage, recomputed in enumerate(cut.recompute):
-            activation, retained, waiting, results = (column[stage] for column in layers)
+            activation, retained, waiting, results, beyond = (column[stage] for column in layers)
             read = traffic.read[stage]
             needed = activation + read + traffic.unsaved[stage]
             until_w = min(max(0.0, retained + traffic.retained[stage]), needed)
-            kept = min(read + results, needed)
-            if not recomputed:
-                kept = 0.0 if cut.offload else needed
+            kept = read + results if recomputed else 0.0 if cut.offload else needed
             # offloaded: while one micro-batch is in use, another is copied
             is_copied = cut.offload and not recomputed
             memory.backward_needs.append(0.0 if recomputed else needed)
@@ -214,7 +219,8 @@ class StageMemory:
             memory.still_until_w.append(min(until_w, kept))
             # what was recomputed or copied back for I stays until W
             memory.from_i_to_w.append(waiting + until_w - min(until_w, kept))
-            memory.temporary.append(2 * needed if is_copied else needed - kept)
+            most = needed + beyond
+            memory.temporary.append(2 * needed if is_copied else most - kept)
         return memory
 
 

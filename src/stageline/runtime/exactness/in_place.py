@@ -108,12 +108,19 @@ class InPlaceChanges:
             self.unchanged[key] = self.unchanged.get(key, True) and not item.is_changed
 
     def mark_outputs(
-        self, sent: Sequence[tuple[Value, int, Tensor]], inputs: Sequence[StageInput]
+        self,
+        sent: Sequence[tuple[Value, int, Tensor]],
+        inputs: Sequence[StageInput],
+        kept: Sequence[Tensor] = (),
     ) -> dict[tuple[Value, int], Mark]:
-        """Return the marks of outputs whose memory is also that of others."""
+        """Return the marks of outputs whose memory is also that of others.
+
+        `kept`: tensors that a recomputation will use.
+        """
         marks: dict[tuple[Value, int], Mark] = {}
         for number, (value, position, tensor) in enumerate(sent):
-            mark = Mark.NONE
+            is_kept = any(share_memory(tensor, other) for other in kept)
+            mark = Mark.BORROWED if is_kept else Mark.NONE
             for item in inputs:
                 if share_memory(tensor, item.given):
                     mark |= Mark.BORROWED if item.is_borrowed else Mark.NONE

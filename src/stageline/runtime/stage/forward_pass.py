@@ -267,13 +267,14 @@ class ForwardPass:
         args, stage = self.args, self.stage
         writes = self._written()
         sent = [(v, i, t) for v, tree in writes.items() for i, t in enumerate(trees.tensors(tree))]
+        kept = self.kept.tensors if self.kept else []
         return StageGraph(
             inputs=self.graph_inputs,
             reads=self.reads,
             writes=writes,
             loss=loss,
             target=args.target,
-            marks=stage.in_place.mark_outputs(sent, inputs),
+            marks=stage.in_place.mark_outputs(sent, inputs, kept),
             calls=self.interceptor.calls if self.interceptor else [],
             offloaded=self.offloaded,
             version=args.version,

@@ -5,19 +5,29 @@
 
 Products of matrices, convolutions and attention take nearly all of a forward's time, and their
 results are about half of what it saves for the backward. The second forward takes each result in
-the order in which the first one made it, layer by layer. Where it does not make the same call, or
-where the result was changed in place since, the operator runs again: the bits are the same.
+the order in which the first one made it, layer by layer, and so frees it as a forward does. Where
+it does not make the same call, or where the result was changed in place since, the operator runs
+again: the bits are the same. Changes are seen if torch runs them, not if NumPy does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
-from stageline.torch_private import FakeTensor, TorchDispatchMode, operator_schema, version_of
+from stageline.model import trees
+from stageline.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    operator_schema,
+    storage_identity,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from stageline.runtime.stage.stage import Stage
@@ -38,37 +48,68 @@ LEAST_PRODUCTS_PER_VALUE = 100
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
-class Result(NamedTuple):
-    """What one call returned: tensors, with the versions that they had then, and other values."""
+class Result:
+    """What one call returned: tensors and other values. State: none of them, if it is forgotten.
 
-    operator: Any
-    form: list[Any]  # of the arguments
-    values: tuple[Any, ...]
-    is_tuple: bool
-    versions: list[int]
+    A forgotten result keeps its place in the order of calls, but no memory.
+    """
 
-    @staticmethod
-    def of(func: Any, form: list[Any], returned: Any) -> Result:
-        values = returned if isinstance(returned, tuple) else (returned,)
-        return Result(func, form, values, values is returned, _versions(values))
+    def __init__(self, operator: Any, form: list[Any], returned: Any) -> None:
+        self.operator, self.form = operator, form  # the form of the arguments
+        self.is_tuple = isinstance(returned, tuple)
+        self.values: tuple[Any, ...] = returned if self.is_tuple else (returned,)
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+        self.memory = [storage_identity(tensor) for tensor in self.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
         return [value for value in self.values if isinstance(value, Tensor)]
 
     @property
-    def is_usable(self) -> bool:
-        """Return whether it was kept, and no tensor was changed in place since."""
-        return bool(self.values) and _versions(self.values) == self.versions
+    def is_unchanged(self) -> bool:
+        """Return whether no tensor was changed in place, or given other memory."""
+        is_same = [version_of(tensor) for tensor in self.tensors] == self.versions
+        return is_same and [storage_identity(tensor) for tensor in self.tensors] == self.memory
 
-    def detached(self) -> Result:
-        """Return the same without a graph, in the same memory; without values if it is not usable.
+    def forget(self) -> None:
+        self.values = ()
 
-        So a convolution whose result a ReLU changes in place keeps its place in the order of calls,
-        but no memory.
-        """
-        values = tuple(map(_detached, self.values)) if self.is_usable else ()
-        return self._replace(values=values)
+    def detach(self) -> None:
+        """Let go of the graph, in the same memory; forget the result if it was changed."""
+        self.values = tuple(map(_detached, self.values)) if self.is_unchanged else ()
+
+    def take(self) -> Any:
+        """Return what the call returned, and forget it; None if it was forgotten or changed."""
+        self.detach()
+        taken = self.values
+        self.forget()
+        if not taken:
+            return None
+        return taken if self.is_tuple else taken[0]
+
+
+class KeptMemory:
+    """The memory of all results that wait in a stage. State: by storage, the result in it.
+
+    A version does not tell of every change: that of a product is not that of its reshaped result,
+    nor that of its `.data`.
+    """
+
+    def __init__(self) -> None:
+        self.by_storage: WeakValueDictionary[int, Result] = WeakValueDictionary()
+
+    def add(self, result: Result) -> None:
+        for storage in result.memory:
+            self.by_storage[storage] = result
+
+    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Forget the results that a call has written into."""
+        for tensor in _written(func, args, kwargs):
+            if not _is_dense(tensor):  # its memory is that of parts, which are not known
+                for result in list(self.by_storage.values()):
+                    result.forget()
+            elif (found := self.by_storage.get(storage_identity(tensor))) is not None:
+                found.forget()
 
 
 class KeptResults:
@@ -86,8 +127,9 @@ class KeptResults:
 
     def finish(self) -> None:
         """Let go of the first forward's graph: what was made in it becomes a constant."""
-        for layer, results in self.by_layer.items():
-            self.by_layer[layer] = [each.detached() for each in results]
+        for results in self.by_layer.values():
+            for each in results:
+                each.detach()
 
 
 class KeepsResults:
@@ -108,9 +150,15 @@ class KeepsResults:
     ) -> Any:
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
+        memory = self.stage.kept_memory
+        memory.forget_written(func, args, kwargs)
         if is_costly(func, args, kwargs):
-            result = Result.of(func, _form(args, kwargs), returned)
+            result = Result(func, _form(args, kwargs), returned)
             self.kept.add(self.stage.running_layer, result)
+            if torch.is_grad_enabled():
+                memory.add(result)
+            else:  # compiled code runs like this, and reuses memory without a call of torch
+                result.forget()
         return returned
 
 
@@ -145,13 +193,11 @@ class TakesResults:
         found = None
         if is_costly(func, args, kwargs):
             found = self.next_result(func, _form(args, kwargs))
-        if found is None:
-            return func(*args, **kwargs)
-        taken = found.detached().values
-        return taken if found.is_tuple else taken[0]
+        taken = found.take() if found is not None else None
+        return func(*args, **kwargs) if taken is None else taken
 
     def next_result(self, func: Any, form: list[Any]) -> Result | None:
-        """Return the kept result of a call, or None if there is none that can be used."""
+        """Return the result of the same call in the first forward, or None if there was none."""
         layer = self.stage.running_layer
         place = self.places.get(layer, 0)
         results = self.kept.by_layer.get(layer, [])
@@ -162,7 +208,7 @@ class TakesResults:
             self.places[layer] = len(results)  # another course of events: take none any more
             return None
         self.places[layer] = place + 1
-        return found if found.is_usable else None
+        return found
 
 
 class TakingMode(TakesResults, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -195,7 +241,7 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     if not (name in PRODUCTS or name == CONVOLUTION or ATTENTION in name):
         return False
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not all(type(tensor) in PLAIN for tensor in tensors):
+    if not all(map(_is_dense, tensors)):
         return False
     if name in PRODUCTS:
         return int(args[PRODUCTS[name]].shape[-1]) >= LEAST_PRODUCTS_PER_VALUE
@@ -236,8 +282,27 @@ def _form_of(value: Any) -> Any:
     return value
 
 
-def _versions(values: tuple[Any, ...]) -> list[int]:
-    return [version_of(value) for value in values if isinstance(value, Tensor)]
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operator writes into."""
+    schema = operator_schema(func)
+    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for position, name in _written_arguments(func):
+        yield from trees.tensors(args[position] if position < len(args) else kwargs.get(name))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and strides."""
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return is_plain and not tensor.is_nested
 
 
 def _detached(value: Any) -> Any:

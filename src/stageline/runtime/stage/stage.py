@@ -24,6 +24,7 @@ from stageline.runtime.optimizers.weight_versions import Versions
 from stageline.runtime.stage import autograd
 from stageline.runtime.stage.embedding_gradients import LargeTables
 from stageline.runtime.stage.forward_pass import ForwardPass, may_repeat, run_forward
+from stageline.runtime.stage.kept_results import KeptMemory
 from stageline.runtime.stage.offload import Offloader
 from stageline.runtime.stage.recomputation import Recomputation, check_inputs
 from stageline.runtime.stage.split_backward import HookGradients, add_weight_gradients
@@ -84,6 +85,7 @@ class Stage:
         self.draws: Draws = kind(modules.values(), device, layers.shared_modules)
         self.layer_state = LayerState(modules.values(), has_norms=batch_norm == "microbatch")
         self.recomputation = Recomputation()
+        self.kept_memory = KeptMemory()
         self.versions: Versions | None = None  # of its weights, if several are in use at a time
         self.unchanged_weights: UnchangedWeights | None = None  # during a step
         self.running_layer = ""  # its name, for errors
