@@ -378,6 +378,7 @@ def environment(world: World) -> dict[str, Any]:
     has_device, is_cuda = world.kind != "cpu", world.kind == "cuda"
     pairs = permutations(range(torch.cuda.device_count()), 2) if is_cuda else ()
     return {
+        "stageline": sl.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -392,6 +393,7 @@ def environment(world: World) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "ranks": {
             rank: {
+                "kind": "process" if world.uses_processes else "thread",
                 "device": str(place),
                 "name": device_name(place) if has_device else platform.machine(),
                 "memory": torch.accelerator.get_memory_info(place)[1] if has_device else None,
@@ -411,20 +413,19 @@ def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
-def environment_rows(world: World, everyone: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def environment_rows(everyone: Sequence[dict[str, Any]]) -> Iterator[Row]:
     """Yield the lines of the first process's software, and of everyone's devices."""
-    for name in ("torch", "python", "system", "CUDA", "HIP", "driver", "NCCL"):
+    for name in ("stageline", "torch", "python", "system", "CUDA", "HIP", "driver", "NCCL"):
         if everyone[0][name]:
             yield name, everyone[0][name]
     if pairs := everyone[0]["without peer access"]:
         yield "no peer access", ", ".join(pairs)
-    kind = "process" if world.uses_processes else "thread"
     for each in everyone:
         for rank, own in each["ranks"].items():
             memory = f", {format_bytes(own['memory'])}" if own["memory"] else ""
             yield (
                 f"rank {rank}",
-                f"{kind}, {own['device']} on {each['host']} ({own['name']}{memory})",
+                f"{own['kind']}, {own['device']} on {each['host']} ({own['name']}{memory})",
             )
 
 
@@ -477,7 +478,7 @@ def main(
         with console.status("connecting") as status:
             world = World(status, quick=quick)
             results["environment"] = world.gather(environment(world))
-            show(console, "Environment", environment_rows(world, results["environment"]))
+            show(console, "Environment", environment_rows(results["environment"]))
             results["checks"] = {}
             for title, check in checks_of(world).items():
                 each = merged(world.gather(carried_out(world, check)))

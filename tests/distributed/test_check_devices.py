@@ -16,6 +16,7 @@ from examples.check_devices import Finding, Verdict, World, carried_out, merged
 from rich.console import Console
 from tests.distributed.launch import launch
 
+import stageline as sl
 from stageline.zoo import device_training
 from stageline.zoo.device_training import Comparison, DeviceTraining
 from stageline.zoo.plain import train_plainly
@@ -72,6 +73,8 @@ def test_in_threads_it_reports_on_this_machine(
     assert_good(report, capsys.readouterr().out)
     written = json.loads(report.read_text())
     assert written["environment"][0]["torch"] == torch.__version__
+    assert written["environment"][0]["stageline"] == sl.__version__
+    assert written["environment"][0]["ranks"]["0"]["kind"] == "thread"
     assert [*written["environment"][0]["ranks"]] == ["0", "1"]
     step = written["checks"]["Steps of a larger model"][0]["data"]
     assert 0.0 < step["ideal"] <= step["alone"]
@@ -86,6 +89,7 @@ def test_in_two_processes_the_first_reports_on_both(tmp_path: Path) -> None:
     assert ends[1].output == ""
     written = json.loads(report.read_text())
     assert [[*each["ranks"]] for each in written["environment"]] == [["0"], ["1"]]
+    assert written["environment"][1]["ranks"]["1"]["kind"] == "process"
     (link,) = written["checks"]["Messages between ranks"]
     assert link["data"]["rank 0"] == link["data"]["rank 1"]  # both know what the first has measured
     failure = written["checks"]["Failure of a rank"][0]["data"]

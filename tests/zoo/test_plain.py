@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.testing import assert_close
 
 from stageline.model.layers import LayerSequence
-from stageline.zoo.plain import train_plainly
+from stageline.zoo.plain import statistics, train_plainly
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -80,6 +80,18 @@ def test_running_statistics_are_those_of_the_whole_batch(
     for name, tensor in whole.state_dict().items():
         if "weight" not in name and "bias" not in name:
             assert_close(model.state_dict()[name], tensor)
+
+
+def test_running_statistics_of_bfloat16_inputs_are_kept_in_float32() -> None:
+    """As torch's own are, under autocast."""
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 4).bfloat16()
+    found, wanted = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    with statistics([found]):
+        found(inputs)
+    wanted(inputs)
+    for name, tensor in wanted.state_dict().items():
+        assert_close(found.state_dict()[name], tensor)
 
 
 def test_dropout_depends_on_step_micro_batch_and_layer_and_keeps_the_generator_state() -> None:

@@ -116,7 +116,8 @@ def statistics(norms: list[BatchNormBase]) -> Iterator[None]:
 
     def record(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach()
-        mean, variance = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+        running_mean, *_ = norm.buffers()  # under autocast it has another type than x
+        mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
         # torch's own moments: with momentum 1 it puts them in place of the running ones
         nn.functional.batch_norm(x, mean, variance, training=True, momentum=1.0)
         count = x.numel() // x.shape[1]
