@@ -15,6 +15,9 @@ import stageline as sl
 from stageline.pipeline import session_of
 from stageline.runtime.accelerators.checked_accelerator import CheckedAccelerator
 from stageline.runtime.accelerators.simulation import Simulation
+from stageline.runtime.devices import accelerators_of
+from stageline.runtime.exactness.strided_copy import misalignment
+from stageline.runtime.stage.offload import HostMemory
 
 PATIENCE = 60.0  # seconds until a test gives up
 
@@ -75,6 +78,25 @@ def test_offloaded_activations_travel_on_a_stream_of_their_own(
         pipe.step(*batches()[0])
     assert streams["download"] == {"offload of stage 0", "offload of stage 1"}
     assert streams["upload"] == streams["download"]
+
+
+def test_what_was_offloaded_has_its_strides_and_its_alignment_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy in page-locked memory is dense: with gaps, the host would wait for it."""
+
+    def dense(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    monkeypatch.setattr(CheckedAccelerator, "download", dense)
+    (device,) = accelerators_of([None], simulated=True)
+    assert device is not None
+    memory, original = HostMemory(device, 0), torch.arange(24.0).view(4, 6)[:, 1:4]
+    with device.rank_thread():
+        found = memory.wait(memory.copy_in(memory.copy_out(original)))
+    assert torch.equal(found, original)
+    assert found.stride() == original.stride()
+    assert misalignment(found) == misalignment(original)
 
 
 class Waits(nn.Module):

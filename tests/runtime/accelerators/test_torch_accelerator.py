@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from stageline.runtime.accelerators.torch_accelerator import TorchAccelerator
 from stageline.runtime.devices import accelerators_of
+from stageline.runtime.exactness.strided_copy import misalignment, share_memory
 
 DEVICE = torch.device("cuda", 1)
 
@@ -116,6 +118,34 @@ def test_no_copy_makes_the_host_wait(accelerator: Any, calls: list[str]) -> None
     calls.clear()
     assert accelerator.download(FakeTensor("cuda:1", calls)).device == torch.device("cpu")
     assert calls == ["copied from cuda:1"]
+
+
+STRIDED = {
+    "dense": torch.arange(24.0).view(4, 6),
+    "transposed": torch.arange(24.0).view(4, 6).t(),
+    "slice of columns": torch.arange(24.0).view(4, 6)[:, 1:4],
+    "slice of rows": torch.arange(24.0).view(4, 6)[1:],
+    "expanded": torch.arange(4.0)[:, None].expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("function", ["copy_from", "upload", "bring"])
+def test_a_copy_has_the_strides_and_the_alignment_that_kernels_are_chosen_by(
+    name: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As messages between processes have, and copies of simulated devices."""
+    original = STRIDED[name]
+    move = Tensor.to
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: move(tensor, "cpu", copy=True))
+    accelerator = TorchAccelerator(torch.device("cpu"))
+    others = [accelerator] if function == "copy_from" else []
+    found = getattr(accelerator, function)(original, *others)
+    assert torch.equal(found, original)
+    assert found.stride() == original.stride()
+    assert misalignment(found) == misalignment(original)
+    assert not share_memory(found, original)
 
 
 def test_a_batch_is_pinned_only_if_it_is_in_host_memory(accelerator: Any, calls: list[str]) -> None:

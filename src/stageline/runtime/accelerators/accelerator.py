@@ -50,7 +50,10 @@ class Accelerator(Protocol):
         """
 
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:
-        """Return a copy of another device's tensor, made on the current streams of both."""
+        """Return a copy of another device's tensor, made on the current streams of both.
+
+        Copies to a device have the strides and the alignment of their originals.
+        """
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the caller's on this device: itself, or a copy if it is elsewhere."""
@@ -59,7 +62,10 @@ class Accelerator(Protocol):
         """Return a copy of a tensor in host memory, made on the current stream."""
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a copy in page-locked host memory; it is there when the current stream is done."""
+        """Return a copy in page-locked host memory; it is there when the current stream is done.
+
+        It may be denser than the tensor: a copy with gaps would make the host wait.
+        """
 
     def record_time(self) -> Any:
         """Return an event that will hold the device's time when the current stream is there."""

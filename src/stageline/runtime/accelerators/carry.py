@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stageline.model import trees
 from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.exactness.strided_copy import with_layout_of
 
 
 def carried(values: Any, source: Accelerator | None, target: Accelerator | None) -> Any:
@@ -17,7 +18,7 @@ def carried(values: Any, source: Accelerator | None, target: Accelerator | None)
     if source is target:
         return values
     if target is None:  # a rank on the CPU, where nothing is queued: the host has to wait
-        return on_tensors(Tensor.cpu, values)
+        return on_tensors(lambda tensor: with_layout_of(tensor, tensor.cpu()), values)
     if source is None:
         return on_tensors(target.upload, values)
     return on_tensors(lambda tensor: target.copy_from(tensor, source), values)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.exactness.strided_copy import with_layout_of
 
 
 class TorchAccelerator:
@@ -44,16 +45,17 @@ class TorchAccelerator:
         tensor.record_stream(self._current)
 
     def copy_from(self, tensor: Tensor, source: Accelerator) -> Tensor:  # noqa: ARG002
-        return tensor.to(self.device, non_blocking=True)
+        return with_layout_of(tensor, tensor.to(self.device, non_blocking=True))
 
     def bring(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return self.upload(tensor)
-        return tensor.to(self.device, non_blocking=True)
+        return with_layout_of(tensor, tensor.to(self.device, non_blocking=True))
 
     def upload(self, tensor: Tensor) -> Tensor:
         # from page-locked memory the host need not wait; torch keeps it until the copy is done
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        copy = tensor.pin_memory().to(self.device, non_blocking=True)
+        return with_layout_of(tensor, copy)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)

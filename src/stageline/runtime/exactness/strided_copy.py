@@ -41,6 +41,25 @@ def copy_as(source: Tensor, strides: Sequence[int], lead: int) -> Tensor:
     return memory.as_strided(source.shape, strides, lead)
 
 
+def with_layout_of(original: Tensor, copy: Tensor) -> Tensor:
+    """Return a tensor's copy on another device with the strides and the alignment of the tensor.
+
+    `Tensor.to` keeps neither those of slices nor those of what `expand` makes.
+    """
+    return laid_out(copy, layout_of(original)) if _has_memory(original) else copy
+
+
+def layout_of(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a tensor, and how many elements after an aligned address it begins."""
+    return (tensor.stride(), misalignment(tensor)) if _has_memory(tensor) else ((), 0)
+
+
+def laid_out(tensor: Tensor, layout: tuple[tuple[int, ...], int]) -> Tensor:
+    """Return a tensor with another one's layout: itself if it has that, or a copy."""
+    is_there = not _has_memory(tensor) or layout_of(tensor) == layout
+    return tensor if is_there else copy_as(tensor, *layout)
+
+
 def misalignment(tensor: Tensor) -> int:
     """Return how many elements after an aligned address the tensor begins."""
     return tensor.data_ptr() % ALIGNED // tensor.element_size()

@@ -10,11 +10,12 @@ On a CPU there is nothing to move.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from stageline.runtime.accelerators.accelerator import Accelerator
+from stageline.runtime.exactness.strided_copy import laid_out, layout_of
 from stageline.torch_private import storage_identity, view_base
 
 
@@ -68,6 +69,13 @@ class OffloadedTensors:
         return self.memory.wait(self.on_device[packed])
 
 
+class OnHost(NamedTuple):
+    """A copy in host memory, and the strides and the alignment of the original."""
+
+    copy: Tensor
+    layout: tuple[tuple[int, ...], int]
+
+
 class HostMemory:
     """Copies of one rank's tensors in host memory, made on a stream of their own."""
 
@@ -75,17 +83,18 @@ class HostMemory:
         self.accelerator = accelerator
         self.stream = accelerator.new_stream(f"offload of stage {stage}")
 
-    def copy_out(self, tensor: Tensor) -> Tensor:
+    def copy_out(self, tensor: Tensor) -> OnHost:
         accelerator = self.accelerator
         made = accelerator.record_event()
         with accelerator.queueing_on(self.stream):
             accelerator.wait_event(made)
             accelerator.keep_alive(tensor)
-            return accelerator.download(tensor)
+            return OnHost(accelerator.download(tensor), layout_of(tensor))
 
-    def copy_in(self, on_host: Tensor) -> tuple[Tensor, Any]:
+    def copy_in(self, on_host: OnHost) -> tuple[Tensor, Any]:
         with self.accelerator.queueing_on(self.stream):
-            return self.accelerator.upload(on_host), self.accelerator.record_event()
+            on_device = laid_out(self.accelerator.upload(on_host.copy), on_host.layout)
+            return on_device, self.accelerator.record_event()
 
     def wait(self, on_device: tuple[Tensor, Any]) -> Tensor:
         tensor, arrived = on_device
