@@ -1,14 +1,18 @@
-"""Private names of torch for loss scaling and sharded weights, as `torch_private.py` has others."""
+"""Private names of torch for loss scaling, shards and compiling; `torch_private.py` has others."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 PRIVATE_NAMES = (
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch.amp.GradScaler._found_inf_per_device",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
@@ -18,6 +22,23 @@ PRIVATE_NAMES = (
 PRIVATE_ATTRIBUTES = ("_is_root", "_fsdp_param_groups", "_orig_param_uid", "_fsdp_orig_uid")
 
 FSDP = "torch.distributed.fsdp"  # its import takes 0.3 s, and whoever uses it has imported it
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def skipped_by_compiler(function: F) -> F:
+    """Let torch.compile run a function, and all that it calls, as they are.
+
+    Torch's own decorator imports the compiler, which takes 5 s, and takes 10 µs a call. Without
+    these private names the compiler traces the function too, which is slow but not wrong.
+    """
+    with suppress(AttributeError):
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        code = cast("Any", function).__code__
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def found_infs(scaler: torch.amp.GradScaler, optimizer: Any) -> dict[Any, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import stageline
 from stageline.errors import StageError
 from stageline.model.layers import LayerSequence
+from stageline.options import Options
 from stageline.pipeline import Pipeline
 from stageline.planning.profiling.profiled_model import ProfiledModel
 from stageline.schedules.build import schedule_names
@@ -106,6 +110,35 @@ def test_costly_operators_run_once_and_others_twice(
     assert 0 < selective[costly] == never[costly]
     assert always[costly] == 2 * never[costly]
     assert selective[cheap] == always[cheap]
+
+
+class Compiled(nn.Module):
+    """A layer with a function that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.after: Callable[[Tensor], Tensor] = torch.compile(
+            lambda x: torch.tanh(x) * 2, backend="eager"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(x))
+
+
+def test_the_compiler_of_a_layer_does_not_compile_what_stageline_does_around_operators() -> None:
+    dynamo = importlib.import_module("torch._dynamo.utils")  # takes seconds
+    dynamo.clear_compilation_metrics()
+    layers = LayerSequence.of([Compiled() for _ in range(2)])
+    x = torch.randn(BATCH, WIDTH)
+    options = Options(check_streams=True)
+    given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "recompute": "selective"}
+    with Pipeline(layers, mse_loss, options=options, **given) as pipe:
+        for _ in range(2):
+            pipe.step(x, x)
+    compiled = {each.co_filename or "" for each in dynamo.get_compilation_metrics()}
+    package = str(Path(stageline.__file__).parent)
+    assert [name for name in compiled if name.startswith(package)] == []
 
 
 def test_narrow_products_run_twice() -> None:

@@ -16,6 +16,7 @@ from stageline.model.recording.interception.operator_watch import (
 from stageline.runtime.accelerators.host_waits import refuse_wait
 from stageline.runtime.accelerators.simulation import Simulation
 from stageline.torch_private import TorchDispatchMode, operator_schema
+from stageline.torch_private_training import skipped_by_compiler
 
 # Arguments that an operator writes though its schema does not say so.
 UNDECLARED_WRITES = {
@@ -29,13 +30,11 @@ FROM_PYTHON = "aten::lift_fresh"  # makes a tensor of numbers in Python, in host
 
 
 class QueuesOperators:
-    """What the mode below does. Torch hides a mode's own method from its compiler.
-
-    That takes 10 µs a call, and imports the compiler at the first, which takes 5 s.
-    """
+    """What the mode below does. Torch hides a mode's own method from its compiler, at a price."""
 
     simulation: Simulation
 
+    @skipped_by_compiler
     def __torch_dispatch__(
         self,
         func: Any,

@@ -33,6 +33,7 @@ from stageline.runtime.stage.stage_border import GraphInputs
 from stageline.runtime.stage.stage_layers import StageLayer
 from stageline.runtime.stage.stage_values import ForwardArgs, StageGraph
 from stageline.runtime.stage.weight_calls import WeightCallInterceptor
+from stageline.torch_private_training import skipped_by_compiler
 
 if TYPE_CHECKING:
     from stageline.runtime.stage.stage import Stage
@@ -301,6 +302,7 @@ def _call(module: nn.Module, aliases: Mapping[str, Tensor] | None, given: list[A
         return module(*given)
 
 
+@skipped_by_compiler
 def _drop(_: Any) -> Tensor:
     """Return an empty tensor in place of a saved one whose backward will not come."""
     return EMPTY

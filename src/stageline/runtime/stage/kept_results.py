@@ -28,6 +28,7 @@ from stageline.torch_private import (
     storage_identity,
     version_of,
 )
+from stageline.torch_private_training import skipped_by_compiler
 
 if TYPE_CHECKING:
     from stageline.runtime.stage.stage import Stage
@@ -133,14 +134,12 @@ class KeptResults:
 
 
 class KeepsResults:
-    """What the mode below does. Torch hides a mode's own method from its compiler.
-
-    That takes 10 µs a call, and imports the compiler at the first, which takes 5 s.
-    """
+    """What the mode below does. Torch hides a mode's own method from its compiler, at a price."""
 
     stage: Stage
     kept: KeptResults
 
+    @skipped_by_compiler
     def __torch_dispatch__(
         self,
         func: Any,
@@ -182,6 +181,7 @@ class TakesResults:
     kept: KeptResults
     places: dict[str, int]
 
+    @skipped_by_compiler
     def __torch_dispatch__(
         self,
         func: Any,
