@@ -60,7 +60,7 @@ def test_a_rank_that_saves_alone_before_the_first_step_and_the_other_say_so(tmp_
     "where",
     [
         "first step",
-        "write",
+        pytest.param("write", marks=pytest.mark.slow),
         pytest.param("pipeline", marks=pytest.mark.slow),
         pytest.param("read", marks=pytest.mark.slow),
     ],

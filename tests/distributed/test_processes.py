@@ -10,6 +10,9 @@ import signal
 import pytest
 from tests.distributed.launch import launch
 
+# of failures that both kinds of messages see alike, `make test` has those over shared memory
+OVER_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
+
 
 @pytest.mark.parametrize(
     ("messages", "num_ranks"),
@@ -68,7 +71,7 @@ def test_a_layer_that_raises_ends_every_rank_with_one_error(messages: str) -> No
     assert "in forward" in ends[1].output  # the traceback of the layer, where it happened
 
 
-@pytest.mark.parametrize("messages", ["memory", "gloo"])
+@pytest.mark.parametrize("messages", ["memory", OVER_GLOO])
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
@@ -88,7 +91,7 @@ def test_replicas_that_wait_for_gradients_name_the_one_that_failed(
         assert "never reached" not in ended.output
 
 
-@pytest.mark.parametrize("messages", ["memory", "gloo"])
+@pytest.mark.parametrize("messages", ["memory", OVER_GLOO])
 def test_a_rank_that_is_killed_is_named_by_the_others(messages: str) -> None:
     ends = launch("failing", 3, "SIGKILL", messages)
     assert ends[1].code == -signal.SIGKILL
@@ -98,7 +101,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(messages: str) -> None:
         assert "rank 1 at " in ended.output
 
 
-@pytest.mark.parametrize("messages", ["memory", "gloo"])
+@pytest.mark.parametrize("messages", ["memory", OVER_GLOO])
 def test_a_rank_that_stops_answering_is_named_with_where_everyone_stands(messages: str) -> None:
     ends = launch("failing", 3, "SIGSTOP", messages, timeout=25.0, stopped=[1])
     for ended in (ends[0], ends[2]):

@@ -7,7 +7,11 @@ from tests.distributed.launch import launch
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "count"), [(2, 8), (3, 7), pytest.param(4, 5, marks=pytest.mark.slow)]
+    ("num_ranks", "count"),
+    [
+        (3, 7),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 8), (4, 5))),
+    ],
 )
 def test_streams_over_processes_leave_the_bits_of_the_plain_program_and_end_cleanly(
     num_ranks: int, count: int

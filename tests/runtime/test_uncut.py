@@ -92,7 +92,7 @@ def test_its_gradient_is_the_sum_over_micro_batches() -> None:
 def test_profiles_and_plans_take_marked_batches() -> None:
     x = torch.randn(8, 5, 8)
     batch = {"x": x, "mask": sl.Uncut(causal(5))}
-    profile = sl.profile(Masked(), batch, loss_fn=mse_loss, target=x)
+    profile = sl.profile(Masked(), batch, loss_fn=mse_loss, target=x, repeats=1)
     assert len(profile.names) == 3
     estimated = sl.estimate(Masked(), batch, flops=1e12, bandwidth=1e11)
     assert len(estimated.names) == 3

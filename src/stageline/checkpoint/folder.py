@@ -62,7 +62,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if found is None and here.is_file():
         raise CheckpointError(
             f"{str(here)!r} is a file, but a checkpoint is a folder: give the one that was given "
-            "to sl.save, or load what torch.save wrote with pipe.load_state_dict(torch.load(path))"
+            "to sl.save, or read what torch.save wrote with torch.load, and give that to "
+            "pipe.load_state_dict"
         )
     if found is None:
         raise CheckpointError(

@@ -60,7 +60,7 @@ def kill_after_a_checkpoint(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "batch-size",
+        pytest.param("batch-size", marks=pytest.mark.slow),
         pytest.param("train", marks=pytest.mark.slow),
         pytest.param("figure3", marks=pytest.mark.slow),
         pytest.param("stability", marks=pytest.mark.slow),
