@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -103,9 +103,9 @@ class KeptMemory:
         for storage in result.memory:
             self.by_storage[storage] = result
 
-    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def forget_written(self, tensors: Iterable[Tensor]) -> None:
         """Forget the results that a call has written into."""
-        for tensor in _written(func, args, kwargs):
+        for tensor in tensors:
             if not _is_dense(tensor):  # its memory is that of parts, which are not known
                 for result in list(self.by_storage.values()):
                     result.forget()
@@ -147,11 +147,11 @@ class KeepsResults:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, traits, memory = kwargs or {}, traits_of(func), self.stage.kept_memory
         returned = func(*args, **kwargs)
-        memory = self.stage.kept_memory
-        memory.forget_written(func, args, kwargs)
-        if is_costly(func, args, kwargs):
+        if traits.written:
+            memory.forget_written(traits.written_tensors(args, kwargs))
+        if traits.may_be_costly and is_costly(func, args, kwargs):
             result = Result(func, _form(args, kwargs), returned)
             self.kept.add(self.stage.running_layer, result)
             if torch.is_grad_enabled():
@@ -189,9 +189,8 @@ class TakesResults:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        found = None
-        if is_costly(func, args, kwargs):
+        kwargs, found = kwargs or {}, None
+        if traits_of(func).may_be_costly and is_costly(func, args, kwargs):
             found = self.next_result(func, _form(args, kwargs))
         taken = found.take() if found is not None else None
         return func(*args, **kwargs) if taken is None else taken
@@ -224,8 +223,39 @@ class TakingMode(TakesResults, TorchDispatchMode):  # type: ignore[no-untyped-ca
         return True
 
 
+class OperatorTraits(NamedTuple):
+    """What the schema of an operator says of its calls."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]  # positions and names of arguments that it writes into
+    may_be_costly: bool  # it computes products, and into no argument, as one with `out=` does
+
+    def written_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+        for position, name in self.written:
+            yield from trees.tensors(args[position] if position < len(args) else kwargs.get(name))
+
+
+@cache
+def traits_of(func: Any) -> OperatorTraits:
+    """Return the traits of an operator; those that take functions have no schema."""
+    schema = operator_schema(func)
+    if schema is None:
+        return OperatorTraits("", (), (), may_be_costly=False)
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name: str = schema.name
+    is_known = name in PRODUCTS or name == CONVOLUTION or ATTENTION in name
+    may_be_costly = is_known and not written and "backward" not in name
+    arguments = tuple(argument.name for argument in schema.arguments)
+    return OperatorTraits(name, arguments, written, may_be_costly)
+
+
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the result of a call is dear to compute for its size.
+    """Return whether the result of an operator that may be costly is dear for its size.
 
     Attention that draws random numbers is not: later draws depend on its own. Nor are calls with
     tensors of other classes, such as parts of sharded ones.
@@ -237,9 +267,7 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     >>> is_costly(torch.ops.aten.mm.default, (narrow, narrow.t()), {})
     False
     """
-    name = _name(func)
-    if not (name in PRODUCTS or name == CONVOLUTION or ATTENTION in name):
-        return False
+    name = traits_of(func).name
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not all(map(_is_dense, tensors)):
         return False
@@ -247,8 +275,8 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
         return int(args[PRODUCTS[name]].shape[-1]) >= LEAST_PRODUCTS_PER_VALUE
     if name == CONVOLUTION:
         return _products_of_convolution(*args) >= LEAST_PRODUCTS_PER_VALUE
-    given = {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
-    return "backward" not in name and not given.get("dropout_p")
+    given = {**dict(zip(traits_of(func).arguments, args, strict=False)), **kwargs}
+    return not given.get("dropout_p")
 
 
 def _products_of_convolution(_: Tensor, weight: Tensor, *settings: Any) -> float:
@@ -257,18 +285,6 @@ def _products_of_convolution(_: Tensor, weight: Tensor, *settings: Any) -> float
     if is_transposed:
         return weight[:, 0].numel() / int(groups)
     return weight[0].numel()
-
-
-@cache
-def _name(func: Any) -> str:
-    """Return the name of an operator, or nothing if it writes to its arguments, as `out=` does."""
-    schema = operator_schema(func)
-    return "" if schema is None or schema.is_mutable else schema.name
-
-
-@cache
-def _argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in operator_schema(func).arguments)
 
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -280,23 +296,6 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return value
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operator writes into."""
-    schema = operator_schema(func)
-    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for position, name in _written_arguments(func):
-        yield from trees.tensors(args[position] if position < len(args) else kwargs.get(name))
 
 
 def _is_dense(tensor: Tensor) -> bool:
